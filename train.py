@@ -12,8 +12,8 @@ The script reads top to bottom: what is refused early, the model, the loop.
 import os
 
 from mini_trainer.distributed.ending import exit_process
-from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.process import check_tasks, pause_collector, resume_collector
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.options import TrainOptions, flatten_options, parse_duration, replace_options
 from mini_trainer.options.command_line import parse_options
 
@@ -113,7 +113,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     peak = peak_flops(world.device, inputs.compute_dtype)
     cap = step_options.data.max_tokens_per_gpu
     meter = StepMeter(calendar.epoch_length, cap, flops, peak, inputs.objective)
-    training_log = run.open_log(inputs, options.validation, options.tracking, num_validations=validations.num_done)
+    training_log = run.open_log(inputs, options.tracking, num_validations=validations.num_done)
     exports = Exports(options.exports, options.hub, inputs, world, control, training_log)
     if run.checkpoint and exports.is_missing(position, calendar, num_steps=num_steps):
         exports.write(state, position)

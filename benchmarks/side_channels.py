@@ -47,7 +47,7 @@ from mini_trainer.distributed import lifeline, meeting, monitor, watch
 from mini_trainer.distributed.agreement import compare_ranks
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer
 from mini_trainer.distributed.lifeline import Address, Connection
-from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, init_world, make_mesh
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import reduce_step

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
-from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.options import ShardingOptions
 from mini_trainer.options.doors import CHECKPOINTING
 from mini_trainer.run.auto_settings import (
     TOKEN_MULTIPLE,
+    MemoryCounter,
     Probe,
     Room,
     choose_mode,

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,7 @@ from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import VOCAB_SIZE
 
 from mini_trainer.distributed import command
-from mini_trainer.options import ValidationOptions
-from mini_trainer.run.due import count_validations, is_validation_due
-from mini_trainer.run.end_report import drop_flag
 from mini_trainer.run.training_log import TimeLeft
-from mini_trainer.sampler import RunPosition
 
 TEXTS = ["the capital of peru is lima", "a b c d e f g"]
 
@@ -57,23 +52,15 @@ def check_done(said: str, run: Path) -> None:
     assert re.search(rf"^(best )?model.*: {run}/hf_format/", said, re.MULTILINE)
 
 
-def run_printed_forked(text: str, said: str) -> subprocess.CompletedProcess:
-    """Runs the script after `text` with the words that are printed, as a shell would split them."""
-    (line,) = [line for line in said.splitlines() if line.startswith(text)]
-    words = shlex.split(line.removeprefix(text))
-    (place,) = [i for i, word in enumerate(words) if word.endswith(".py")]
-    return run_forked(0, *words[place:])
-
-
 @pytest.mark.slow
 def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
     """--max-time is over before the first step: each start makes one, and the second start makes the last."""
-    stopped = run_forked(0, "train.py", *flags(**make_options(tmp_path)))
-    assert re.search(r"^stopped after step 1: --max-time.*\nto continue: ", stopped.stderr, re.MULTILINE), (
-        stopped.stderr
-    )
+    options = make_options(tmp_path)
+    stopped = run_forked(0, "train.py", *flags(**options))
+    how = "to continue: start the same command again, with --resume auto in place of none"
+    assert re.search(rf"^stopped after step 1: --max-time.*\n{how}$", stopped.stderr, re.MULTILINE), stopped.stderr
     assert stopped.returncode == json.loads((tmp_path / "a run/exit.json").read_text())["code"] == 3
-    done = run_printed_forked("to continue:", stopped.stderr)
+    done = run_forked(0, "train.py", *flags(**options | dict(resume="auto")))
     assert done.returncode == 0, done.stderr
     check_done(done.stderr, tmp_path / "a run")
     tried = run_printed("try it:", done.stderr, stdin="hello\n")
@@ -85,14 +72,15 @@ def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
 @pytest.mark.wide
 @pytest.mark.slow
 def test_the_printed_commands_are_a_shells_also_under_torchrun(tmp_path):
-    words = torchrun(1, "train.py", *flags(**make_options(tmp_path)))
+    options = make_options(tmp_path)
+    words = torchrun(1, "train.py", *flags(**options))
     stopped = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
-    assert re.search(r"^stopped after step 1: --max-time.*\nto continue: ", stopped.stderr, re.MULTILINE), (
-        stopped.stderr
-    )
+    how = "to continue: start the same command again, with --resume auto in place of none"
+    assert re.search(rf"^stopped after step 1: --max-time.*\n{how}$", stopped.stderr, re.MULTILINE), stopped.stderr
     assert stopped.returncode == 0 and "Traceback" not in stopped.stderr  # torchrun's
     assert json.loads((tmp_path / "a run/exit.json").read_text())["code"] == 3
-    done = run_printed("to continue:", stopped.stderr)
+    words = torchrun(1, "train.py", *flags(**options | dict(resume="auto")))
+    done = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     check_done(done.stderr, tmp_path / "a run")
     tried = run_printed("try it:", done.stderr, stdin="hello\n")
@@ -127,11 +115,6 @@ def test_a_quiet_run_says_nothing_more(world, tmp_path, caplog):
     assert train_here(world, **options, output_dir=str(tmp_path / "run"), max_steps=1) == ""
 
 
-def test_a_flag_is_dropped_with_its_value():
-    words = ["train.py", "--resume", "none", "--resume-not", "1", "--max-steps=3", "--resume=none", "--lora"]
-    assert drop_flag("--resume", words) == ["train.py", "--resume-not", "1", "--max-steps=3", "--lora"]
-
-
 @pytest.mark.parametrize(
     ("argv", "is_module", "name", "generate"),
     [
@@ -144,7 +127,6 @@ def test_commands_are_named_as_they_were_typed(argv, is_module, name, generate, 
     monkeypatch.setenv(command.COMMAND, json.dumps([os.getppid(), argv, is_module]))
     assert command.name_command() == f"{name} train"
     assert command.name_program("generate") == f"{name} {generate}"
-    assert shlex.join(command.repeat_command()) == f"{name} train '--a b'"
 
 
 def test_scripts_are_named_by_their_paths(monkeypatch):
@@ -156,76 +138,32 @@ def test_scripts_are_named_by_their_paths(monkeypatch):
     assert command.name_command() == f"{python} train.py"
     assert command.name_program("generate") == f"{python} generate.py"
     assert command.name_program("plot-metrics") == f"{python} -m mini_trainer plot-metrics"
-    assert command.repeat_command() == [python, "train.py", "--max-steps", "1"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert command.name_command() == "torchrun train.py"
 
 
-BATCH_SIZE = 8
-
-
-def validate_every(every: int | None, *, at_epoch: bool = False) -> ValidationOptions:
-    return ValidationOptions(validation_data_path=("d",), validate_every_steps=every, validate_at_epoch=at_epoch)
-
-
-def list_due(options: ValidationOptions, *, num_steps: int, epoch_length: int) -> list[int]:
-    """The steps after which train.py validates."""
-    positions = [RunPosition(step, step * BATCH_SIZE, num_in_step=BATCH_SIZE) for step in range(1, num_steps + 1)]
-    return [
-        at.step
-        for at in positions
-        if is_validation_due(at, options, epoch_length=epoch_length, is_last=at.step == num_steps)
-    ]
-
-
-@pytest.mark.parametrize(("every", "epoch_length"), [(7, None), (None, 24), (None, 100), (100, None), (None, None)])
-def test_the_validations_to_come_are_those_that_train_makes(every, epoch_length):
-    options, num_steps = validate_every(every, at_epoch=epoch_length is not None), 40
-    due = list_due(options, num_steps=num_steps, epoch_length=epoch_length or 1)
-    for step in range(1, num_steps + 1):
-        found = count_validations(
-            step, options, num_steps=num_steps, steps_per_epoch=(epoch_length or BATCH_SIZE) / BATCH_SIZE
-        )
-        assert found == sum(other >= step for other in due), step
-    assert count_validations(1, ValidationOptions(), num_steps=num_steps, steps_per_epoch=3.0) == 0
-
-
 @pytest.mark.parametrize("first_step", [0, 500])
 @pytest.mark.parametrize("first_seconds", [(90.0, 5.0, 1.5), (1.0, 1.0, 1.0)])  # the first steps compile, or do not
-@pytest.mark.parametrize("compile_seconds", [0.0, 90.0])  # of the validation before the first step
-@pytest.mark.parametrize(("every", "validation_seconds"), [(5, 6.0), (100, 30.0), (None, 0.0)])
-def test_the_first_estimate_is_near_what_the_run_takes(
-    first_step, first_seconds, every, validation_seconds, compile_seconds
-):
+def test_the_first_estimate_is_near_what_the_run_takes(first_step, first_seconds):
     """Steps of 0.4 to 1.6 s, each as its batch is long; a first estimate after at most ten of them."""
     draw, num_steps = random.Random(0), first_step + 400
-    options = validate_every(every)
     seconds = {step: draw.uniform(0.4, 1.6) for step in range(first_step + 1, num_steps + 1)}
     seconds |= {first_step + 1 + i: value for i, value in enumerate(first_seconds)}
-    due = set(list_due(options, num_steps=num_steps, epoch_length=1)) if every else set()
-    count = partial(count_validations, options=options if every else ValidationOptions(), num_steps=num_steps,
-                    steps_per_epoch=1.0)  # fmt: skip
-    # Without a backward a validation takes a third less than so many steps, which take a second.
-    left = TimeLeft(first_step=first_step, num_steps=num_steps, count_validations=count,
-                    validation_steps=1.5 * validation_seconds)  # fmt: skip
-    left.validation_done(validation_seconds + compile_seconds)  # before the first step
+    left = TimeLeft(first_step=first_step, num_steps=num_steps)
     now, shown = 1000.0, {}
     for step in range(first_step + 1, num_steps + 1):
         now += seconds[step]
         shown[step] = (left.after(step, now), now)
-        if step in due:
-            now += validation_seconds
-            left.validation_done(validation_seconds)
     known = [step for step, (estimate, _) in shown.items() if estimate is not None]
     assert known == list(range(known[0], num_steps + 1)) and known[0] - first_step <= 10
     for step in known:
         estimate, then = shown[step]
         assert estimate == pytest.approx(now - then, rel=0.3, abs=0.5), step
-    assert shown[num_steps][0] == (validation_seconds if every else 0.0)
+    assert shown[num_steps][0] == 0
 
 
 def test_slow_steps_are_timed_sooner_and_a_run_without_an_end_has_no_time_left():
-    left = TimeLeft(first_step=0, num_steps=10, count_validations=lambda step: 0)
+    left = TimeLeft(first_step=0, num_steps=10)
     assert [left.after(step, 40.0 * step) for step in range(1, 6)] == [None, None, None, 240.0, 200.0]
-    endless = TimeLeft(first_step=0, num_steps=None, count_validations=lambda step: 0)
+    endless = TimeLeft(first_step=0, num_steps=None)
     assert [endless.after(step, 40.0 * step) for step in range(1, 10)] == [None] * 9

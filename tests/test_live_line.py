@@ -21,10 +21,6 @@ END = "<end>"
 VALIDATION = dict(step=1, loss=1.5, seconds=2.0, perplexity=4.5, token_accuracy=0.5, is_best=True, sets={})
 
 
-def make_time_left(*, first_step: int = 0, num_steps: int | None) -> TimeLeft:
-    return TimeLeft(first_step=first_step, num_steps=num_steps, count_validations=lambda step: 0)
-
-
 @pytest.mark.slow
 def test_a_run_on_a_terminal_has_one_live_line_that_nothing_tears(tmp_path):
     need("tensorboard")
@@ -83,7 +79,7 @@ def test_log_lines_come_above_the_live_line(sit_down, monkeypatch, caplog):
     log = logging.getLogger("mini_trainer")
     monkeypatch.setattr(log, "handlers", [LinesAboveBars()])
     caplog.set_level("INFO", logger="mini_trainer")
-    line = open_console(make_time_left(num_steps=2), shown=("loss", "perplexity", "token_accuracy"))
+    line = open_console(TimeLeft(first_step=0, num_steps=2), shown=("loss", "perplexity", "token_accuracy"))
     assert type(line) is LiveLine
     line.write(STEP)
     log.warning("warning: something that is longer than the live line " + "x" * 100)
@@ -103,7 +99,7 @@ def test_a_steps_line_has_the_newest_validation_and_never_that_of_the_untrained_
     read_terminal = sit_down()
     caplog.set_level("INFO", logger="mini_trainer")
     monkeypatch.setattr("mini_trainer.run.training_log.SECONDS_BETWEEN_LINES", 0.0)
-    console = kind(make_time_left(num_steps=None), shown=())
+    console = kind(TimeLeft(first_step=0, num_steps=None), shown=())
 
     def write_step(step: int) -> str:
         console.write(STEP | dict(step=step))
@@ -121,7 +117,7 @@ def test_a_steps_line_has_the_newest_validation_and_never_that_of_the_untrained_
 
 def test_a_run_without_an_end_counts_its_steps(sit_down):
     read_terminal = sit_down()
-    line = LiveLine(make_time_left(first_step=3, num_steps=None), shown=())
+    line = LiveLine(TimeLeft(first_step=3, num_steps=None), shown=())
     line.write(STEP)
     line.close()
     (shown,) = [text for text in read_screen(read_terminal()) if text]
@@ -136,4 +132,4 @@ def test_elsewhere_there_are_lines(reason, sit_down, monkeypatch, caplog, tmp_pa
         monkeypatch.setattr(sys, "stderr", (tmp_path / "stderr").open("w"))
     elif reason == "another rank":
         monkeypatch.setenv("RANK", "1")
-    assert type(open_console(make_time_left(num_steps=2), shown=())) is Console
+    assert type(open_console(TimeLeft(first_step=0, num_steps=2), shown=())) is Console

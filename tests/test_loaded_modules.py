@@ -11,7 +11,7 @@ from tiny_pairs import write_pairs
 
 from mini_trainer.root_files import NAMES
 
-MOST_LINES = 17_600  # of our modules, in a run that trains all weights of a text model
+MOST_LINES = 17_000  # of our modules, in a run that trains all weights of a text model
 STEPS = dict(batch_size=8, max_tokens_per_gpu=64, validate_every_steps=5, checkpoint_every_steps=5)
 OWN = {  # options -> beginnings of the names of what they alone load
     "lora": (
@@ -71,7 +71,7 @@ def test_a_text_model_s_run_loads_no_more_than_it_uses(loaded):
     assert not {name for name in loaded if name.startswith(tuple(f"{room}." for room in rooms))}
     objectives = {name for name in loaded if name.startswith("objectives.") and "families" not in name}
     assert objectives == {"objectives.next_tokens", "objectives.objective"}
-    assert 15_000 < count_lines(loaded) <= MOST_LINES
+    assert 14_000 < count_lines(loaded) <= MOST_LINES
 
 
 def list_training_path() -> set[str]:

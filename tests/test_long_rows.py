@@ -10,7 +10,6 @@ from tiny_models import FAMILIES, HYBRIDS, SHAPE, build, make_osft, save_model
 from torch import Tensor
 from transformers import LlamaConfig, OPTConfig
 
-from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.model import activation_memory
 from mini_trainer.model.activation_memory import apply_offloading
 from mini_trainer.model.methods.lora import LoRA
@@ -19,6 +18,7 @@ from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import LoRAOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.auto_settings import MemoryCounter
 
 LENGTHS, LEAST_TOKENS = (13, 1, 40, 27), 8  # borders inside of tiles; the last tile is smaller
 MODES = ("none", "selective", "full")

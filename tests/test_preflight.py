@@ -15,15 +15,8 @@ from refusals import read_refusal
 
 from mini_trainer.distributed.meeting import MOST_NODES
 from mini_trainer.distributed.process import check_tasks
-from mini_trainer.run.preflight import (
-    MADE,
-    Node,
-    check_disk,
-    check_launch,
-    describe_nodes,
-    find_failure,
-    refuse_problems,
-)
+from mini_trainer.run.preflight import MADE, check_disk, find_failure
+from mini_trainer.run.preflight_nodes import Node, check_launch, describe_nodes, refuse_problems
 
 OF_SRUN = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
 

@@ -321,7 +321,7 @@ def test_a_repeated_warning_of_the_scheduler_does_not_end_a_rank_nor_does_the_fi
 
 
 def test_a_warning_to_the_launcher_reaches_a_rank_that_it_starts_later():
-    rank = "import time; from mini_trainer.distributed.monitor import RunControl\ntime.sleep(1)\n"
+    rank = "import time; from mini_trainer.distributed.watch import RunControl\ntime.sleep(1)\n"
     rank += "RunControl(hang_timeout=60, max_seconds=None).start(); time.sleep(60)"
     launcher = f"""
 import os, signal, subprocess, sys

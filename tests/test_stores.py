@@ -25,7 +25,7 @@ from mini_trainer.data.stores.remote import BrokenTransfer, describe_upload, is_
 from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets, locate_sets
 from mini_trainer.data.tokenized.reader import TokenizedData, name_source
 from mini_trainer.distributed.ending import RunError
-from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_each_node
 from mini_trainer.options import HubOptions, TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems

@@ -32,7 +32,6 @@ from mini_trainer.data.stores.image_files import load_processor, open_image
 from mini_trainer.data.tokenized.cache import find_outputs
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.devices import MemoryCounter
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model
@@ -49,6 +48,7 @@ from mini_trainer.options import LoRAOptions, TrainOptions, flatten_options, gro
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import MergeAdapterOptions
 from mini_trainer.osft import OSFTLinear
+from mini_trainer.run.auto_settings import MemoryCounter
 from mini_trainer.run.images import count_set_images
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step

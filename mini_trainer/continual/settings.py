@@ -26,8 +26,8 @@ from mini_trainer.options.option_files import (
     read_values,
     refuse,
 )
+from mini_trainer.options.problems.choices import LORA_ADAPTER_SAYS
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.problems.training import LORA_ADAPTER_SAYS
 from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions
 from mini_trainer.options.urls import hide_credentials, is_url
 from mini_trainer.use.evaluation.metrics import MEASURES

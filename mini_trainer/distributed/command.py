@@ -60,14 +60,6 @@ def name_script() -> list[str]:
     return ["-m", spec.name] if is_module else [show_path(sys.argv[0])]
 
 
-def repeat_command() -> list[str]:
-    """All words of the typed command, those of torchrun included."""
-    found = find_installed_command()
-    if found is not None:
-        return [*found[0], *found[1]]
-    return [*(name_torchrun() if is_under_torchrun() else [name_python()]), *name_script(), *sys.argv[1:]]
-
-
 def find_installed_command() -> tuple[list[str], list[str]] | None:
     """The words of `mini-trainer` and those after it, if it started this process or its torchrun; otherwise None."""
     process, argv, is_module = json.loads(os.environ.get(COMMAND, "[null, [], false]"))
@@ -85,23 +77,6 @@ def describe_version() -> str:
 
 def is_under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def name_torchrun() -> list[str]:
-    """The words before the script's name, from the process that started this one; from the environment without /proc.
-
-    An option of several machines that only their own commands have (--node-rank) is this machine's.
-    """
-    try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")[:-1]
-        script = name_script()
-        words = words[1 : words.index("-m" if script[0] == "-m" else sys.argv[0])]
-    except (OSError, ValueError):
-        return ["torchrun", f"--nproc-per-node={os.environ['LOCAL_WORLD_SIZE']}"]
-    if words[0].startswith("-"):  # python -m torch.distributed.run
-        return [name_python(), *words]
-    found = shutil.which("torchrun")
-    return ["torchrun" if found == words[0] else show_path(words[0]), *words[1:]]
 
 
 def name_python() -> str:

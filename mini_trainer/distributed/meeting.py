@@ -10,12 +10,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
-from mini_trainer.distributed.command import repeat_command
 from mini_trainer.distributed.ending import ExitCode, RunError, log
 from mini_trainer.distributed.messages import describe_ranks, say
 from mini_trainer.distributed.process import START_TIMEOUT, count_local_ranks
@@ -77,8 +77,10 @@ def open_store(host: str, port: int, rank: int, world_size: int, *, timeout: flo
 
 
 def takes_machines_later() -> bool:
-    """Whether torchrun was started for a range of machines, by option or environment."""
-    words = " ".join([*repeat_command(), "--nnodes", os.environ.get("PET_NNODES", "")])
+    """Whether torchrun, the parent process, was started for a range of machines, by option or environment."""
+    words = f"--nnodes {os.environ.get('PET_NNODES', '')}"
+    with suppress(OSError):  # a system without /proc
+        words += Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
     return re.search(r"--nnodes[= ]\d+:\d", words) is not None
 
 

@@ -1,5 +1,4 @@
-"""This process: its parent, its number among those started together, its garbage collector, its open files, and limits
-on the time and memory of other people's templates and patterns.
+"""This process: its parent, its number among those started together, its garbage collector, and its open files.
 
 Imports of torch and transformers make over half a million objects, which live as long as the process. The collector
 would scan them all eight times: over one CPU second of the six until a tiny model's first step
@@ -10,10 +9,7 @@ import contextlib
 import gc
 import os
 import resource
-import signal
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -67,48 +63,11 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-OTHER_FILES = 64  # open files of a rank besides its connections: libraries, data sets, checkpoints, pipes, own sockets
-
-
-def count_open_files(world_size: int, group_sizes: Sequence[int] = ()) -> int:
-    """Open files of rank 0, which has the most: gloo's, the lifeline's connections, and others.
-
-    gloo opens at most N + 3 files for a group of N ranks: it connects two ranks when they first exchange something, and
-    all ranks do so with rank 0. `group_sizes`: sizes of the groups besides the one of all ranks.
-    """
-    return sum(size + 3 for size in (world_size, *group_sizes)) + world_size - 1 + OTHER_FILES
-
-
-def list_group_sizes(world_size: int, num_shards: int, num_sharing: int | None) -> list[int]:
-    """Sizes of a rank's other groups: its model replica, its peers in other replicas, the ranks that share its rows."""
-    sizes = [] if num_shards == world_size else [num_shards, world_size // num_shards]
-    return sizes if num_sharing is None else [*sizes, num_sharing]
-
-
 def raise_open_file_limit() -> None:
     """Raises the soft limit on open files to the hard one, as far as the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS reports a hard limit that it does not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def find_missing_files(needed: int, world_size: int) -> str | None:
-    """Why `world_size` ranks cannot start under this process's hard limit; None if they can."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        return None
-    return (
-        f"{world_size:,} ranks need up to {needed:,} open files in a process, and the hard limit is {hard:,}"
-        f" (ulimit -Hn): raise it to at least {needed:,}, in limits.conf, with systemd's LimitNOFILE or with the"
-        " container's nofile limit"
-    )
-
-
-def check_open_files(world_size: int, group_sizes: Sequence[int] = ()) -> None:
-    """ValueError if this process cannot open as many files as a rank of `world_size` needs."""
-    reason = find_missing_files(count_open_files(world_size, group_sizes), world_size) if world_size > 1 else None
-    if reason is not None:
-        raise ValueError(reason)
 
 
 def may_be_launcher(pid: int) -> bool:
@@ -133,52 +92,3 @@ def may_be_launcher(pid: int) -> bool:
 def count_local_ranks() -> int:
     """Number of ranks per node, from torchrun's environment."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted, and
-    workers run there; elsewhere there is no limit.
-
-    A single operation on huge values cannot be interrupted. After twice the limit of CPU time the kernel ends the
-    process with SIGVTALRM, unless the program handles that signal.
-    """
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def give_up(*_: object) -> None:
-        raise TimeoutError(f"takes longer than {seconds:g} seconds")
-
-    handler = signal.signal(signal.SIGALRM, give_up)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    virtual = signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, *virtual)
-        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
-        signal.signal(signal.SIGALRM, handler)
-
-
-@contextmanager
-def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Raises MemoryError in the block once it needs this much more memory. Linux only."""
-    if sys.platform != "linux":
-        yield
-        return
-    import resource  # Unix only
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = measure_memory() + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def measure_memory() -> int:
-    """The size of this process's address space, in bytes."""
-    with open("/proc/self/statm") as memory:
-        return int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

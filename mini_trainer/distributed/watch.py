@@ -1,8 +1,8 @@
 """The watch: the thread that sees how this rank and its peers fare, and that alone ends the process.
 
-It learns of this rank from the marks that the training thread leaves, and of others over the lifeline
-(distributed/lifeline.py): rank 0 receives each rank's heartbeats, failures and end, and the others receive rank 0's
-verdict. So one cause is reported once, and every rank ends with the same exit code.
+It learns of this rank from the marks that the training thread leaves by its `RunControl`, and of others over the
+lifeline (distributed/lifeline.py): rank 0 receives each rank's heartbeats, failures and end, and the others receive
+rank 0's verdict. So one cause is reported once, and every rank ends with the same exit code.
 """
 
 import asyncio
@@ -11,9 +11,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
@@ -24,9 +25,13 @@ from mini_trainer.distributed.ending import (
     Cause,
     ExitCode,
     Flag,
+    RanksDiffer,
+    RunError,
     choose_cause,
+    describe_error,
     dump_stacks,
     exit_process,
+    wait_forever,
     within,
 )
 from mini_trainer.distributed.lifeline import Lifeline, Message
@@ -394,3 +399,90 @@ class Watch:
         """
         is_stop = self.goodbye is not None and code in STOPPED
         exit_process(ExitCode.DONE if is_stop and self.has_torchrun else code)
+
+
+class RunControl:
+    """The training thread's side: reports progress, learns of requests to stop, and hands over the run's end.
+
+    One per process. All methods are the training thread's, which alone writes the marks, except their flags.
+    """
+
+    def __init__(self, *, hang_timeout: float, max_seconds: float | None):
+        self.max_seconds, self.started = max_seconds, time.monotonic()
+        self.has_stepped = False
+        self.marks, self.files = Marks(), RunFiles()
+        self.watch = Watch(self.marks, self.files, hang_timeout=hang_timeout)
+        self.lifeline = self.watch.lifeline
+
+    def start(self) -> None:
+        """Installs the signal handlers and starts the watch."""
+        # The wake-up file lets the watch notice a signal even while the main thread is blocked in a collective.
+        signal.set_wakeup_fd(self.watch.signals_in.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            # Keep ignoring SIGHUP under nohup.
+            if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
+                signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # `mini-trainer` blocks SIGUSR1 until now
+        threading.Thread(target=self.watch.run, name="watch", daemon=True).start()
+        if self.watch.rank == 0:
+            threading.Thread(target=self.watch.watch_files, name="files", daemon=True).start()
+
+    def check_directory(self) -> None:
+        """RunError if the output directory was moved or removed."""
+        loss = self.files.find_loss()
+        if loss is not None:
+            raise RunError(ExitCode.IO, loss)
+
+    def progress(self, where: str) -> None:
+        """Records progress of the training thread; `where` appears in messages. Almost free."""
+        self.marks.where = where
+        self.marks.count += 1
+
+    @contextlib.contextmanager
+    def slow(self, what: str) -> Iterator[None]:
+        """Marks a phase that may take up to `SLOW_LIMIT` without a sign of progress."""
+        before = self.marks.where
+        self.marks.num_slow_phases += 1
+        self.progress(what)
+        try:
+            yield
+        finally:
+            self.marks.num_slow_phases -= 1
+        self.progress(before)
+
+    def start_loop(self, *, steps_done: int = 0) -> None:
+        """Marks the start of the training loop, in which a signal takes effect at the end of a step."""
+        self.marks.in_loop = True
+        self.marks.steps_done = steps_done
+        self.progress(f"the step after {steps_done}")
+
+    def flags(self) -> int:
+        """This rank's flags, for the step's reduction; rank 0 says for all when --max-time is over."""
+        is_over = self.max_seconds is not None and time.monotonic() - self.started >= self.max_seconds
+        return self.marks.flags | (Flag.MAX_TIME if is_over and self.watch.rank == 0 else 0)
+
+    def step_done(self, step: int) -> None:
+        """Records that `step` steps are complete; after the first one, the ordinary --hang-timeout applies."""
+        if not self.has_stepped:
+            self.marks.num_slow_phases -= 1
+        self.has_stepped, self.marks.steps_done = True, step
+        self.progress(f"the step after {step}")
+
+    def finish(self, code: ExitCode, message: str, *, afterword: str = "") -> NoReturn:
+        """Ends the run normally: all ranks call this, and their processes exit once all have.
+
+        Rank 0 prints its message, unless the run is done, and its `afterword`.
+        """
+        cause = replace(self.watch.make_cause(code, message), afterword=afterword)
+        self.progress("the end of the run")
+        self.watch.call(self.watch.say_goodbye, cause)
+        wait_forever()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends the run because of this rank's error; all processes exit once rank 0 has reported the root cause."""
+        code, message, details = describe_error(error, self.marks.where)
+        if code == ExitCode.IO:
+            message = self.files.find_loss() or message  # A lost directory is the actual reason for the I/O error.
+        cause = self.watch.make_cause(code, message, details)
+        self.watch.call(self.watch.report, replace(cause, is_printed_by_all=isinstance(error, RanksDiffer)))
+        wait_forever()

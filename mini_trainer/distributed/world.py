@@ -20,15 +20,8 @@ from torch.nn.functional import pad
 from mini_trainer.distributed.devices import memory_limit
 from mini_trainer.distributed.ending import ExitCode, RunError, describe_error, ending_with_message, log
 from mini_trainer.distributed.messages import CleanFormatter, LinesAboveBars, shows_progress
-from mini_trainer.distributed.monitor import RunControl
-from mini_trainer.distributed.process import (
-    START_TIMEOUT,
-    check_open_files,
-    count_local_ranks,
-    list_group_sizes,
-    raise_open_file_limit,
-)
-from mini_trainer.distributed.watch import SLOW_LIMIT
+from mini_trainer.distributed.process import START_TIMEOUT, count_local_ranks, raise_open_file_limit
+from mini_trainer.distributed.watch import SLOW_LIMIT, RunControl
 from mini_trainer.options import ShardingOptions
 
 
@@ -149,11 +142,10 @@ def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOU
     """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
 
     All ranks share one copy of the model, until `divide_world`. RunError if not all ranks join within `start_timeout`
-    seconds; ValueError if this process's limit on open files is too low.
+    seconds.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     raise_open_file_limit()
-    check_open_files(world_size)
     timeout = datetime.timedelta(seconds=max(SLOW_LIMIT, hang_timeout) + SECONDS_AFTER_WATCHDOG)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -197,7 +189,6 @@ def divide_world(world: World, sharding: ShardingOptions) -> World:
         case _:
             raise ValueError(f"--sharding {sharding.sharding}: is not implemented")
     check_sharing(world.world_size, num_sharing)
-    check_open_files(world.world_size, list_group_sizes(world.world_size, num_shards, num_sharing))
     mesh = world.mesh
     if num_shards < world.world_size:
         mesh = make_mesh(world.device.type, world.world_size, num_shards, world.timeout)

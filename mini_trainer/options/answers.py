@@ -45,6 +45,7 @@ REMOVED = {  # values that options had
     ("preference_loss", "robust"): "dpo with --label-smoothing, which also allows for swapped pairs",
     ("preference_loss", "hinge"): "dpo, or ipo, which also stops at a margin",
     ("preference_loss", "apo-down"): "apo-zero or dpo",
+    ("track", "trackio"): "wandb, tensorboard or mlflow; the metrics files have every number",
 }
 PROGRAMS = {"train.py": list_types(TrainOptions), "process_data.py": list_types(ProcessDataOptions)}
 

@@ -111,7 +111,6 @@ TRACKERS = Doors(
         "wandb": "mini_trainer.run.trackers:start_wandb",
         "tensorboard": "mini_trainer.run.trackers:start_tensorboard",
         "mlflow": "mini_trainer.run.trackers:start_mlflow",
-        "trackio": "mini_trainer.run.trackers:start_trackio",
     }
 )
 TRACKER_PACKAGES = {"mlflow": ("mlflow", "sqlalchemy")}  # of trackers that need more modules than their namesake

@@ -90,13 +90,12 @@ NOT_TRAINING = "is not training: see generate.py, evaluate_model.py and mini-tra
 OTHER_LOSS = "changes the loss, and has no counterpart: --preference-loss names those of pairs"
 OTHER_METHOD = "changes how or what is trained, and has no counterpart"
 TRACKED = (
-    "the tracker's environment: WANDB_PROJECT and WANDB_NAME, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_NAME,"
-    " TRACKIO_PROJECT; by default a run has the name of --output-dir"
+    "the tracker's environment: WANDB_PROJECT and WANDB_NAME, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_NAME;"
+    " by default a run has the name of --output-dir"
 )
 TRACKER_KEYS = {  # keys that turn a tracker on
     "wandb": "wandb_project wandb_run_name wandb_name",
     "mlflow": "mlflow_experiment_name mlflow_run_name",
-    "trackio": "trackio_project_name trackio_run_name",
 }
 RANK_STABLE = "--lora-alpha times the square root of --lora-rank is the same scale"
 PRIVATE = "the repository's own setting: create it before the run, as private"
@@ -378,14 +377,14 @@ TABLE = (
     # Reports.
     Row("serialized_callbacks", "callbacks"),
     Row("report_to log_with", "track", {"none": (), "all": ()}),
-    Row("project run_name experiment_name wandb_project mlflow_experiment_name trackio_project_name wandb_run_name"
-        " wandb_name mlflow_run_name trackio_run_name", reason=TRACKED),
+    Row("project run_name experiment_name wandb_project mlflow_experiment_name wandb_run_name"
+        " wandb_name mlflow_run_name", reason=TRACKED),
     *(Row(names, "track", {False: {}, ANY: tracker}, TRACKED, of=ALL_FILES) for tracker, names in TRACKER_KEYS.items()),
     Row("use_tensorboard tensorboard_log_dir", reason="--track tensorboard writes into --output-dir"),
     Row("wandb_entity wandb_mode wandb_*", reason="--track wandb, and its environment variables, such as WANDB_ENTITY"),
     Row("use_wandb", reason="--track wandb"),
     Row("mlflow_*", reason="--track mlflow, and the environment variable MLFLOW_TRACKING_URI"),
-    Row("trackio_*", reason="--track trackio, and trackio's own environment variables, such as TRACKIO_SPACE_ID"),
+    Row("trackio_*", reason="--track has no trackio: wandb, tensorboard or mlflow"),
     Row("log_level", "logging_level"),
     Row("log_level_replica", reason="--logging-level is that of rank 0, which prints"),
     Row("logging_* log_on_each_node include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics"

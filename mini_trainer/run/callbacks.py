@@ -18,7 +18,7 @@ from typing import Any
 
 from mini_trainer.distributed.ending import FLAG_NAMES, ExitCode, Flag, RunError, log
 from mini_trainer.distributed.messages import describe_error
-from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
 from mini_trainer.options.command_line import suggest
 from mini_trainer.run.hooks import FOLDERS, Answer, Callback, StartedRun, check_callback

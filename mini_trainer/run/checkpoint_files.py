@@ -13,7 +13,6 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,21 +148,6 @@ def chunk_range(size: int, index: int, count: int) -> tuple[int, int]:
 
 def shard_name(rank: int) -> str:
     return f"rank_{rank:05}.safetensors"
-
-
-def count_shards(directory: Path) -> int:
-    """One more than the highest rank with a file in `directory`; 0 for a link, whose files may be someone else's."""
-    if directory.is_symlink() or not directory.is_dir():
-        return 0
-    found = (re.fullmatch(SHARD_NAME, name) for name in os.listdir(directory))
-    return max((int(match[1]) + 1 for match in found if match), default=0)
-
-
-def remove_shards(directory: Path, numbers: range) -> None:
-    """Removes the files of these ranks, as far as possible."""
-    for number in numbers:
-        with suppress(OSError):
-            (directory / shard_name(number)).unlink()
 
 
 def set_aside(directory: Path) -> Path:

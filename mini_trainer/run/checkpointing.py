@@ -15,19 +15,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mini_trainer.data.stores.contents import FORMAT, write_json, write_manifest
 from mini_trainer.data.stores.disk import (
-    commit,
     describe_failed_write,
-    find_leftovers,
     hash_file,
     hash_json,
-    hide,
     make_aside,
+    put_in_place,
     read_json,
-    remove_quietly,
+    remove_directory,
+    remove_leftovers,
 )
 from mini_trainer.distributed.ending import ExitCode, RunError, log
 from mini_trainer.distributed.process import count_local_ranks
-from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0, gather_rows
+from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
 from mini_trainer.model.method import Method
 from mini_trainer.model.optim.optimizers import state_keys
 from mini_trainer.model.stored_tensors import check_finite
@@ -41,10 +40,8 @@ from mini_trainer.run.checkpoint_files import (
     check_hash,
     check_links,
     chunk_range,
-    count_shards,
     find_checkpoints,
     read_manifest,
-    remove_shards,
     set_aside,
     shard_name,
     step_of,
@@ -59,7 +56,6 @@ if TYPE_CHECKING:
 OPTIMIZER = "optimizer"  # optimizer tensors are named optimizer/<state key>/<parameter>
 AVERAGE = "average"  # and those of --weight-average average/<parameter>
 WAITING_BYTES = 256 << 20  # of a shard on its way from a GPU to the disk; a larger tensor waits alone
-Hidden = list[tuple[Path, int]]  # directories to remove, with the number of ranks that may have a file there
 
 
 class NoValidCheckpoint(RunError):
@@ -152,9 +148,8 @@ class Checkpointer:
     def _commit_all(self, outcome: dict[str, Any]) -> None:
         """Gathers every rank's `outcome`, and commits on rank 0; then removes old checkpoints."""
         outcomes = gather_on_rank0(self.world, outcome)
-        hidden = call_on_rank0(self.world, lambda: self._commit(outcomes))
+        call_on_rank0(self.world, lambda: self._commit(outcomes))
         self.committed(self.target)
-        self._remove(hidden)
 
     def _stage(self, shards: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies the tensors to the CPU, into memory that later copies reuse."""
@@ -181,9 +176,8 @@ class Checkpointer:
             place = f" on {socket.gethostname()}" if count_local_ranks() < self.world.world_size else ""
             return {"file": name, "error": f"{name}{place}: {str(error) or type(error).__name__}", "errno": number}
 
-    def _commit(self, outcomes: list[dict[str, Any]]) -> Hidden:
-        """Rank 0: once all ranks' files are written, writes the rest and renames; then hides old checkpoints."""
-        hidden = []
+    def _commit(self, outcomes: list[dict[str, Any]]) -> None:
+        """Rank 0: once all ranks' files are written, writes the rest and renames; then removes old checkpoints."""
         try:
             errors = [outcome for outcome in outcomes if "error" in outcome]
             if errors:
@@ -194,9 +188,7 @@ class Checkpointer:
             files[STATE] = write_json(self.aside / STATE, self.state)
             shards = {"num_shards": self.world.num_shards, "tensors": self.layouts}
             write_manifest(self.aside, {"format": FORMAT, **shards, "files": files})
-            if self.target.exists():  # the run has resumed from an earlier checkpoint
-                hidden.append(hide(self.target))
-            commit(self.aside, self.target)
+            put_in_place(self.aside, self.target)  # it exists if the run has resumed from an earlier checkpoint
         except OSError as error:
             message = describe_failed_write(f"the checkpoint {self.target}", error, self.aside, self.needed_bytes)
             shutil.rmtree(self.aside, ignore_errors=True)
@@ -204,26 +196,14 @@ class Checkpointer:
         num_valid = 0
         for path in find_checkpoints(self.directory):
             if num_valid == self.num_kept:
-                hidden.append(hide(path))
+                remove_directory(path)
             else:
                 num_valid += is_whole(path)
-        return count_all_shards(hidden)
-
-    def _remove(self, hidden: Hidden) -> None:
-        """Removes directories that have been renamed for it: the ranks share their files, rank 0 removes the rest."""
-        if not hidden:
-            return
-        for path, num_shards in hidden:
-            remove_shards(path, range(self.world.rank, num_shards, self.world.world_size))
-        gather_rows(self.world, torch.zeros(1, device="cpu"))  # rank 0 waits for the others
-        if self.world.rank == 0:
-            for path, _ in hidden:
-                remove_quietly(path)
 
     def choose(self, resume: str) -> Checkpoint | None:
         """Chooses the checkpoint for `--resume`: auto, strict, none, or a checkpoint's path."""
         call_on_rank0(self.world, lambda: check_links(self.directory))
-        self._remove(call_on_rank0(self.world, lambda: count_all_shards(find_leftovers(self.directory))))
+        call_on_rank0(self.world, lambda: remove_leftovers(self.directory))
         if resume == "none":
             return None
         if resume in ("auto", "strict"):
@@ -361,10 +341,6 @@ def check_state(state: Any, name: str) -> None:
         raise ValueError(f"{STATE} does not have the form that train.py writes")
     if re.fullmatch(STEP_NAME, name) and name != f"step_{position['step']}":
         raise ValueError(f"{STATE} is of step {position['step']}, but the directory's name is {name}")
-
-
-def count_all_shards(directories: list[Path]) -> Hidden:
-    return [(path, count_shards(path)) for path in directories]
 
 
 def is_whole(path: Path) -> bool:

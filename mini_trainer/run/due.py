@@ -64,16 +64,6 @@ def is_validation_due(position: RunPosition, options: ValidationOptions, *, epoc
     )
 
 
-def count_validations(step: int, options: ValidationOptions, *, num_steps: int, steps_per_epoch: float) -> int:
-    """Number of validations from the end of `step` to the end of the run; counts an epoch's apart from a step's."""
-
-    def count(last: int) -> int:
-        every = 0 if options.validate_every_steps is None else last // options.validate_every_steps
-        return every + (int(last / steps_per_epoch) if options.validate_at_epoch else 0)
-
-    return 1 + count(num_steps - 1) - count(step - 1) if options.validation_data_path else 0
-
-
 def has_crossed(position: RunPosition, every: int) -> bool:
     """Whether the last step's samples reached another multiple of `every`."""
     return position.num_samples // every > (position.num_samples - position.num_in_step) // every

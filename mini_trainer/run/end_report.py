@@ -1,4 +1,4 @@
-"""The last lines of a run: its results, and the commands that use or continue it."""
+"""The last lines of a run: its results, and how to use or continue it."""
 
 import logging
 import shlex
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.stores.disk import parse_metrics
-from mini_trainer.distributed.command import name_program, repeat_command
+from mini_trainer.distributed.command import name_program
 from mini_trainer.distributed.ending import log
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.file_names import METRICS_FILE, VALIDATION_FILE
@@ -73,23 +73,10 @@ def describe_trial(model: Path, exports: Exports) -> list[str]:
 
 
 def describe_continuing(resume: str, output_dir: str) -> str:
-    """The commands that continue a stopped run and export its model; the first is its own, without a --resume that
-    would prevent it."""
-    words = repeat_command()
-    if resume not in ("auto", "strict"):
-        words = [*drop_flag("--resume", words), "--resume", "auto"]
-    return f"to continue: {shlex.join(words)}\nto export its model: {name_program('export')} {quote(output_dir)}"
-
-
-def drop_flag(flag: str, words: list[str]) -> list[str]:
-    """`words` without a flag and its one value."""
-    kept, iterator = [], iter(words)
-    for word in iterator:
-        if word == flag:
-            next(iterator, None)
-        elif not word.startswith(f"{flag}="):
-            kept.append(word)
-    return kept
+    """How to continue a stopped run, and the command that exports its model."""
+    change = "" if resume in ("auto", "strict") else f", with --resume auto in place of {resume}"
+    export = f"{name_program('export')} {quote(output_dir)}"
+    return f"to continue: start the same command again{change}\nto export its model: {export}"
 
 
 def quote(path: str | Path) -> str:

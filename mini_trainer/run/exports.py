@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from mini_trainer.data.stores.disk import link_beside, remove_directory
 from mini_trainer.distributed.devices import DTYPES, run_eagerly
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.check import draw_sequences
 from mini_trainer.model.sharding import reshard

@@ -1,4 +1,4 @@
-"""The README.md of an export, in the hub's format, with its loss curve: facts about the run and nothing else.
+"""The README.md of an export, in the hub's format: facts about the run and nothing else.
 
 Written from the run's records: training_params.json and the metrics files. Only the last part of paths is included,
 since cards are meant to be published.
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-import numpy as np
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoModelForImageTextToText
@@ -27,9 +26,6 @@ from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
 from mini_trainer.sampler import RunPosition
 
-CURVE_FILE = "loss_curve.svg"
-MAX_POINTS = 300  # maximum points of the curve; each is the mean of equally many steps
-WIDTH, HEIGHT, MARGIN = 720, 360, 56  # pixels
 LIBRARIES = {"finetune": "transformers", "adapter": "peft"}  # by an export's relation to its base model
 NOT_TOLD = ("output_dir", "config", "model_name_or_path", "model_revision", "data_path", "validation_data_path",
             "continue_from", "track", "push_to_hub", "upload_to")  # fmt: skip
@@ -76,7 +72,7 @@ COMPLETE = '"Hello", max_new_tokens=64)[0]["generated_text"]'  # by a model with
 
 
 def make_card(inputs: RunInputs, position: RunPosition) -> dict[str, str]:
-    """Texts of README.md and the curve's file, by name, for the model at `position`."""
+    """The text of README.md, by its name, for the model at `position`."""
     output_dir = Path(inputs.values["output_dir"])
     params = read_params(output_dir)
     values = inputs.values | params["options"]  # as recorded: `mini-trainer export` leaves out some of them
@@ -98,7 +94,7 @@ def make_card(inputs: RunInputs, position: RunPosition) -> dict[str, str]:
         options=table(("option", "value"), list_options(values)),
         versions=table(("", ""), list(params["versions"].items())),
     )
-    return {CARD_FILE: hide_secrets(f"{card}\n")} | ({CURVE_FILE: draw_curve(steps, validations)} if steps else {})
+    return {CARD_FILE: hide_secrets(f"{card}\n")}
 
 
 def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
@@ -203,8 +199,7 @@ def name_validation_data(values: Mapping[str, Any]) -> list[str]:
 def describe_losses(steps: list[dict[str, Any]], measured: dict[str, float]) -> str:
     if not steps:
         return "No step has been completed."
-    parts = [f"![training and validation loss]({CURVE_FILE})"]
-    parts.append(f"Training loss: {steps[0]['loss']:.4f} in the first step, {steps[-1]['loss']:.4f} in the last.")
+    parts = [f"Training loss: {steps[0]['loss']:.4f} in the first step, {steps[-1]['loss']:.4f} in the last."]
     if measured:
         rows = [(name.replace("_", " "), format_metric(name, value)) for name, value in measured.items()]
         parts.append(table(("validation", ""), rows))
@@ -231,39 +226,3 @@ def shorten_paths(value: Any) -> Any:
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-
-
-def draw_curve(steps: list[dict[str, Any]], validations: list[dict[str, Any]]) -> str:
-    """Draws an SVG: training loss as a line, validation losses as a line with points."""
-    train, held_out = (
-        np.array([(row["step"], row["loss"]) for row in rows]).reshape(-1, 2) for rows in (steps, validations)
-    )
-    train = np.array([chunk.mean(axis=0) for chunk in np.array_split(train, min(len(train), MAX_POINTS))])
-    train, held_out = (points[np.isfinite(points).all(axis=1)] for points in (train, held_out))
-    both = np.concatenate([train, held_out, np.zeros((0 if len(train) or len(held_out) else 1, 2))])
-    low, high = both.min(axis=0), both.max(axis=0)
-    bottom, right = HEIGHT - MARGIN, WIDTH - MARGIN
-    scale = np.array([right - MARGIN, MARGIN - bottom]) / np.where(high > low, high - low, 1.0)
-    paths = [[f"{x:.1f},{y:.1f}" for x, y in (points - low) * scale + (MARGIN, bottom)] for points in (train, held_out)]
-    dots = [point.split(",") for point in paths[1]]
-    labels = [
-        (MARGIN - 6, bottom, "end", f"{low[1]:.3g}"),
-        (MARGIN - 6, MARGIN, "end", f"{high[1]:.3g}"),
-        (MARGIN, bottom + 18, "start", f"step {low[0]:,.0f}"),
-        (right, bottom + 18, "end", f"step {high[0]:,.0f}"),
-        (MARGIN, MARGIN - 20, "start", "loss: training (blue), validation (orange)"),
-    ]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
-            f'<path d="M0,0H{WIDTH}V{HEIGHT}H0Z" fill="white"/>',
-            f'<path d="M{MARGIN},{MARGIN}V{bottom}H{right}" fill="none" stroke="#888"/>',
-            *(
-                f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-                for points, color in zip(paths, ("#2468b4", "#d9730d"), strict=True)
-            ),
-            *(f'<circle cx="{x}" cy="{y}" r="3" fill="#d9730d"/>' for x, y in dots),
-            *(f'<text x="{x}" y="{y}" text-anchor="{end}" font-size="13">{text}</text>' for x, y, end, text in labels),
-            "</svg>\n",
-        ]
-    )

@@ -14,7 +14,7 @@ from mini_trainer.data.tokenized.fetched import download_data_sets, fetch_sets, 
 from mini_trainer.distributed.children import name_module, tie_to_this
 from mini_trainer.distributed.ending import ExitCode, log
 from mini_trainer.distributed.messages import print_as_is
-from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.options import (
     TeacherOptions,

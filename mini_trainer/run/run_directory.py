@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -12,20 +11,15 @@ from typing import TYPE_CHECKING, Any
 from mini_trainer.data.stores.disk import check_output_dir, remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, Flag, log
 from mini_trainer.distributed.messages import shows_progress
-from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.process import count_local_ranks
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.objective import PackedModel
-from mini_trainer.options import (
-    CheckpointOptions,
-    OptimizationOptions,
-    TrackingOptions,
-    ValidationOptions,
-)
+from mini_trainer.options import CheckpointOptions, OptimizationOptions, TrackingOptions
 from mini_trainer.run.checkpoint_files import has_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer, read_checkpoint
-from mini_trainer.run.due import count_validations
 from mini_trainer.run.exports import Exports
-from mini_trainer.run.file_names import EXPORTS_DIR, METRICS_FILE
+from mini_trainer.run.file_names import EXPORTS_DIR
 from mini_trainer.run.identity import (
     check_checkpoints,
     check_unused,
@@ -35,7 +29,7 @@ from mini_trainer.run.identity import (
     record_start,
 )
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.preflight import check_disks
+from mini_trainer.run.preflight import check_disk
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.training_log import Console, LiveLine, MetricsFile, Sink, TimeLeft, TrainingLog
 from mini_trainer.sampler import Batch, RunPosition
@@ -83,18 +77,9 @@ class RunDirectory:
         self.log = TrainingLog([])
         self.callbacks: Callbacks | None = None
         if self.checkpoint is None:
-            log.info(f"starting from step 0 in {self.path}{call_on_rank0(world, self._describe_lost)}")
+            log.info(f"starting from step 0 in {self.path}")
         else:
             log.info(f"resuming from {self.checkpoint.path}: {self.start}")
-
-    def _describe_lost(self) -> str:
-        """What a start that was killed before its first checkpoint had done."""
-        metrics = self.path / METRICS_FILE
-        if not (metrics.is_file() and metrics.stat().st_size):
-            return ""
-        minutes = self.options.checkpoint_every_minutes
-        every = "" if minutes is None else f", which --checkpoint-every-minutes {minutes:g} writes"
-        return f": an earlier start was ended before its first checkpoint{every}; its steps are repeated"
 
     def claim(self, inputs: RunInputs, optimization: OptimizationOptions) -> None:
         """Verifies that directory and checkpoint belong to the run defined by `inputs`; ValueError if not."""
@@ -136,17 +121,10 @@ class RunDirectory:
         }
         call_on_rank0(self.world, lambda: record_start(self.path, self.values, self.identity, facts, self.world))
 
-    def open_log(
-        self,
-        inputs: RunInputs,
-        validation: ValidationOptions,
-        tracking: TrackingOptions,
-        *,
-        num_validations: int,
-    ) -> TrainingLog:
+    def open_log(self, inputs: RunInputs, tracking: TrackingOptions, *, num_validations: int) -> TrainingLog:
         """Opens the sinks, and starts the callbacks, which ranks other than 0 can also have."""
         if self.world.rank == 0:
-            self.log.sinks = self._open_files(inputs, validation, tracking, num_validations=num_validations)
+            self.log.sinks = self._open_files(inputs, tracking, num_validations=num_validations)
         if inputs.callbacks:
             from mini_trainer.run.callbacks import Callbacks
             from mini_trainer.run.hooks import StartedRun
@@ -163,20 +141,10 @@ class RunDirectory:
             self.log.sinks.append(self.callbacks)
         return self.log
 
-    def _open_files(
-        self, inputs: RunInputs, validation: ValidationOptions, tracking: TrackingOptions, *, num_validations: int
-    ) -> list[Sink]:
+    def _open_files(self, inputs: RunInputs, tracking: TrackingOptions, *, num_validations: int) -> list[Sink]:
         """The sinks of rank 0: metrics files, the console, trackers."""
-        first_step, num_steps = self.start.step, inputs.num_steps
-        steps_per_epoch = len(inputs.data.kept) / inputs.batching.mean_samples
-        count = partial(count_validations, options=validation, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
-        num_validated = 0 if inputs.validation_data is None else len(inputs.validation_data.kept)
-        time_left = TimeLeft(
-            first_step=first_step,
-            num_steps=num_steps,
-            count_validations=count,
-            validation_steps=num_validated / inputs.batching.mean_samples,
-        )
+        first_step = self.start.step
+        time_left = TimeLeft(first_step=first_step, num_steps=inputs.num_steps)
         sinks: list[Sink] = [
             MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
             open_console(time_left, shown=tuple(inputs.objective.metrics), max_epochs=inputs.values["max_epochs"]),
@@ -252,6 +220,16 @@ class RunDirectory:
             call_on_rank0(self.world, self.control.check_directory)
             call_on_rank0(self.world, lambda: record_end(self.path))
         return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
+
+
+def check_disks(world: World, output_dir: Path) -> None:
+    """The same RunError on every rank if a node cannot write to the directory as a run does. All ranks call this, rank
+    0 after it has made the directory."""
+    if count_local_ranks() < world.world_size:
+        from mini_trainer.run.preflight_nodes import check_nodes
+
+        return check_nodes(world, output_dir)
+    call_on_rank0(world, lambda: check_disk(output_dir))
 
 
 def open_console(time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int | None = None) -> Sink:

@@ -1,4 +1,4 @@
-"""Experiment trackers (wandb, TensorBoard, MLflow, trackio) as one sink, each with its own thread and bounded queue.
+"""Experiment trackers (wandb, TensorBoard, MLflow) as one sink, each with its own thread and bounded queue.
 
 A tracker that fails, hangs or is slow is reported once; training never waits for it (docs/tasks/tracking.md). A package
 is imported only if it is requested, in its tracker's thread.
@@ -6,9 +6,6 @@ is imported only if it is requested, in its tracker's thread.
 
 import contextlib
 import hashlib
-import heapq
-import io
-import itertools
 import json
 import logging
 import os
@@ -18,19 +15,19 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import read_metrics, read_object, written_aside
+from mini_trainer.data.stores.disk import read_object, written_aside
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import describe_error, hide_secrets
 from mini_trainer.options import TrackingOptions
 from mini_trainer.options.doors import TRACKERS
 from mini_trainer.run.identity import read_params
-from mini_trainer.run.training_log import METRICS_FILE, VALIDATION_FILE, Sink
+from mini_trainer.run.training_log import Sink
 
 TRACKERS_FILE = "trackers.json"  # in the run's directory: the ids of its runs in trackers
 QUEUE_LENGTH = 1000  # steps and validations that a tracker may be behind
@@ -74,7 +71,7 @@ class StartedRun:
     where: str
     log: Callable[[list[Entry]], None]  # of the numbers of some steps, in order
     finish: Callable[[], None]
-    first_lacking: dict[str, int]  # first steps that it lacks, by `STEP` and `VALIDATION`; empty if unknown
+    first_lacking: dict[str, int]  # first steps that it lacks, by `STEP` and `VALIDATION`; empty: it has none twice
 
 
 # Creates the run of a package in the tracker's thread, or resumes the earlier one; without one, the ids are empty.
@@ -133,11 +130,6 @@ class TrackerThread:
         self.is_dead = not self._succeeds(self._start, "could not be started")
         if self.is_dead:
             return
-        self.first_lacking = dict(self.started.first_lacking)
-        if self.first_lacking:
-            earlier = read_earlier(self.run.output_dir, last_step=self.run.first_step)
-            while entries := list(itertools.islice(earlier, QUEUE_LENGTH)):
-                self._log(entries)
         is_over = False
         while not is_over:
             is_over = self.ending.wait(SECONDS_TO_COLLECT)  # before the queue is emptied for the last time
@@ -164,14 +156,10 @@ class TrackerThread:
             self.num_lost += len(lacking)
 
     def _lacks(self, entry: Entry) -> bool:
-        """Whether the tracker lacks an entry. From then on it does not: a validation before the first step can be both
-        queued and in the file."""
+        """Whether the tracker lacks an entry: a resumed run repeats steps that it may have."""
         step, values = entry
         kind = VALIDATION if any(name.startswith("validation/") for name in values) else STEP
-        is_lacking = step >= self.first_lacking.get(kind, 0)
-        if is_lacking:
-            self.first_lacking[kind] = step + 1
-        return is_lacking
+        return step >= self.started.first_lacking.get(kind, 0)
 
 
 class Trackers(Sink):
@@ -223,18 +211,6 @@ def open_trackers(options: TrackingOptions, output_dir: Path, values: Mapping[st
 def name_run(place: Path) -> str:
     """The name of a run's directory; of a sweep's trial, SWEEP_TRIAL, since each has its run in a directory `run`."""
     return place.name if place.name != "run" else f"{place.parent.parent.name}_{place.parent.name}"
-
-
-def read_earlier(output_dir: Path, *, last_step: int) -> Iterator[Entry]:
-    """Yields steps and validations up to `last_step` from the metrics files, in order, without damaged lines."""
-    files = {METRICS_FILE: name_step_metrics, VALIDATION_FILE: name_validation_metrics}
-    parts = (read_entries(output_dir / name, name_metrics) for name, name_metrics in files.items())
-    entries = heapq.merge(*parts, key=lambda entry: entry[0])
-    return itertools.takewhile(lambda entry: entry[0] <= last_step, entries)
-
-
-def read_entries(path: Path, name_metrics: Callable[[dict[str, Any]], dict[str, float]]) -> Iterator[Entry]:
-    return ((metrics["step"], name_metrics(metrics)) for _, _, metrics in read_metrics(path) if metrics is not None)
 
 
 def name_step_metrics(metrics: dict[str, Any]) -> dict[str, float]:
@@ -300,13 +276,12 @@ def start_wandb(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
     started.config.update({"run": run.facts}, allow_val_change=True)
     first_lacking = {} if started.offline and ids else {STEP: started.step, VALIDATION: started.step}
     where = f"offline, in {Path(started.dir).parent}" if started.offline else str(started.url)
-    return StartedRun(where, partial(log_each, started), started.finish, first_lacking)
 
+    def log_entries(entries: list[Entry]) -> None:
+        for step, values in entries:
+            started.log(values, step=step)
 
-def log_each(run: Any, entries: list[Entry]) -> None:
-    """Logs to a run of wandb or trackio."""
-    for step, values in entries:
-        run.log(values, step=step)
+    return StartedRun(where, log_entries, started.finish, first_lacking)
 
 
 def start_tensorboard(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
@@ -315,8 +290,8 @@ def start_tensorboard(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
 
     directory = run.output_dir / "tensorboard"
     keep({"directory": directory.name})
-    is_first = not any(directory.glob("events.*"))
-    writer = SummaryWriter(str(directory), purge_step=None if is_first else run.first_step + 1)
+    is_resumed = any(directory.glob("events.*"))
+    writer = SummaryWriter(str(directory), purge_step=run.first_step + 1 if is_resumed else None)
 
     def log_entries(entries: list[Entry]) -> None:
         for step, values in entries:
@@ -328,7 +303,7 @@ def start_tensorboard(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
         rows = "".join(f"| {key} | `{json.dumps(value)}` |\n" for key, value in values.items())
         writer.add_text(name, f"| | |\n| --- | --- |\n{rows}", global_step=run.first_step)
     writer.flush()
-    return StartedRun(str(directory), log_entries, writer.close, {STEP: 0, VALIDATION: 0} if is_first else {})
+    return StartedRun(str(directory), log_entries, writer.close, {})
 
 
 def start_mlflow(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
@@ -343,7 +318,9 @@ def start_mlflow(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
     for name in ("mlflow", "alembic"):  # they log the creation of their tables in detail
         logging.getLogger(name).setLevel(logging.WARNING)
     client, run_id, params = MlflowClient(), ids.get("run_id"), []
-    if run_id is None or not resume_run(client, run_id):
+    if run_id is not None:
+        client.update_run(run_id, status="RUNNING")
+    else:
         name = os.environ.get("MLFLOW_RUN_NAME") or run.name
         run_id = client.create_run(find_experiment(client), run_name=name).info.run_id
         keep({"run_id": run_id})
@@ -362,18 +339,6 @@ def start_mlflow(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
     return StartedRun(where, log_entries, partial(client.set_terminated, run_id), first_lacking)
 
 
-def resume_run(client: Any, run_id: str) -> bool:
-    """Marks MLflow's run as running; False if it is gone."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.update_run(run_id, status="RUNNING")
-    except MlflowException:
-        log.warning(f"warning: --track mlflow: the tracked run {run_id} no longer exists: starting a new one")
-        return False
-    return True
-
-
 def find_experiment(client: Any) -> str:
     from mlflow.exceptions import MlflowException
 
@@ -383,28 +348,3 @@ def find_experiment(client: Any) -> str:
     with contextlib.suppress(MlflowException):  # it exists
         return client.create_experiment(name)
     return client.get_experiment_by_name(name).experiment_id
-
-
-def start_trackio(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
-    """trackio: its local database (TRACKIO_DIR), or a Space or server (TRACKIO_SPACE_ID, TRACKIO_SERVER_URL).
-
-    It identifies runs by name, so a new run's name gets a random suffix. A local database records the last step of a
-    resumed run, and repeated steps are skipped.
-    """
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
-
-    project = ids.get("project") or os.environ.get("TRACKIO_PROJECT") or DEFAULT_PROJECT
-    name = ids.get("name") or f"{run.name}-{secrets.token_hex(2)}"
-    keep({"project": project, "name": name})
-    config = {"options": run.options, "run": run.facts}
-    with contextlib.redirect_stdout(io.StringIO()):  # its output would garble the live line
-        started = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
-    last_step = SQLiteStorage.get_max_step_for_run(project, name, run_id=started.id)
-    first_lacking = dict.fromkeys((STEP, VALIDATION), 0 if last_step is None else last_step + 1)
-
-    def finish() -> None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            started.finish()
-
-    return StartedRun(f"run {name} of project {project}", partial(log_each, started), finish, first_lacking)

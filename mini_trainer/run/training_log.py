@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,33 +21,12 @@ NUM_STEPS_MEASURED, SECONDS_MEASURED = 5, 30.0  # either is enough for an estima
 
 
 class TimeLeft:
-    """Times the steps after the warm-up apart from validations, each of which is expected to take as long as the last.
+    """Estimates the time to a run's end from its steps after the warm-up, which include what follows them: validations,
+    checkpoints, exports."""
 
-    A validation before the first step may compile, so it counts at most as long as training on as many samples takes.
-    Checkpoints and exports count as parts of the steps that they follow.
-
-    `count_validations`: their number from the end of a step to the end of the run. `validation_steps`: the samples of
-    one validation, in batches.
-    """
-
-    def __init__(
-        self,
-        *,
-        first_step: int,
-        num_steps: int | None,
-        count_validations: Callable[[int], int],
-        validation_steps: float = 0.0,
-    ):
+    def __init__(self, *, first_step: int, num_steps: int | None):
         self.first_step, self.num_steps = first_step, num_steps
-        self.count_validations, self.validation_steps = count_validations, validation_steps
-        self.measured_from: float | None = None  # the end of the warm-up, without the validations since
-        self.validation_seconds, self.is_warm = 0.0, False  # of the last one; whether it came after the warm-up
-
-    def validation_done(self, seconds: float) -> None:
-        self.validation_seconds = seconds
-        if self.measured_from is not None:
-            self.measured_from += seconds
-            self.is_warm = True
+        self.measured_from: float | None = None  # the end of the warm-up
 
     def after(self, step: int, now: float) -> float | None:
         """Seconds to the end of the run at the end of `step`; None for a run without an end, and until enough is known.
@@ -62,10 +41,7 @@ class TimeLeft:
         seconds = now - self.measured_from
         if num_measured == 0 or (num_measured < NUM_STEPS_MEASURED and seconds < SECONDS_MEASURED):
             return None
-        step_seconds, validation_seconds = seconds / num_measured, self.validation_seconds
-        if not self.is_warm:
-            validation_seconds = min(validation_seconds, self.validation_steps * step_seconds)
-        return (self.num_steps - step) * step_seconds + self.count_validations(step) * validation_seconds
+        return (self.num_steps - step) * seconds / num_measured
 
 
 SECONDS_BETWEEN_LINES = 2.0  # on the console
@@ -196,18 +172,14 @@ class Console(Sink):
 
     def write(self, metrics: dict[str, Any]) -> None:
         now, step = time.monotonic(), metrics["step"]
-        first_step, num_steps, left = (
-            self.time_left.first_step,
-            self.time_left.num_steps,
-            self.time_left.after(step, now),
-        )
+        first_step, num_steps = self.time_left.first_step, self.time_left.num_steps
+        left = self.time_left.after(step, now)
         if step in (first_step + 1, num_steps) or now - self.last_shown >= SECONDS_BETWEEN_LINES:
             self.last_shown = now
             shown = metrics | self.validation | {"epoch": min(metrics["epoch"], self.max_epochs)}
             log.info(describe_step(shown, num_steps=num_steps, seconds_left=left))
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
-        self.time_left.validation_done(metrics["seconds"])
         if metrics["step"] > 0:  # the untrained model's has its own line
             self.validation = {"validation_loss": metrics["loss"], "validation_step": metrics["step"]}
         log.info(describe_validation(metrics, self.shown))
@@ -311,7 +283,6 @@ class LiveLine(Sink):
         self.bar.update()
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
-        self.time_left.validation_done(metrics["seconds"])
         if metrics["step"] > 0:  # the untrained model's has its own line
             self.show("validation", f"validation {metrics['loss']:.4f} (step {metrics['step']})")
         log.info(describe_validation(metrics, self.shown))

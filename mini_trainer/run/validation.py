@@ -13,7 +13,7 @@ from typing import Any
 from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.fingerprints import fingerprint_data
 from mini_trainer.model.scoring.data_scores import DataScores, score_data

@@ -10,8 +10,8 @@ its hf_format. A large model is shared by the ranks of torchrun.
 import math
 from pathlib import Path
 
-from mini_trainer.distributed.monitor import RunControl
 from mini_trainer.distributed.process import pause_collector, resume_collector
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import ExportRunOptions
 

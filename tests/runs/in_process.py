@@ -9,7 +9,7 @@ from forked import run_forked
 from processes import flags
 
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World
 from mini_trainer.model.faster_layers import forget_liger_kernels
 from mini_trainer.options import TrainOptions, group_options

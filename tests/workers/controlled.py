@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mini_trainer.distributed.ending import ExitCode, stop_reason
 from mini_trainer.distributed.lifeline import Address
-from mini_trainer.distributed.monitor import RunControl
+from mini_trainer.distributed.watch import RunControl
 
 directory, hang_timeout, max_seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 rank, output_dir = int(os.environ["RANK"]), directory / "run"

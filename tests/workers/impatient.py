@@ -3,8 +3,8 @@
 import runpy
 import sys
 
-from mini_trainer.run import preflight
+from mini_trainer.run import preflight_nodes
 
-preflight.SECONDS_TO_APPEAR = float(sys.argv[1])
+preflight_nodes.SECONDS_TO_APPEAR = float(sys.argv[1])
 del sys.argv[:2]
 runpy.run_path(sys.argv[0], run_name="__main__")

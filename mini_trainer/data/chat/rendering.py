@@ -29,7 +29,7 @@ from mini_trainer.data.chat.conversation import (
     replace_arguments,
 )
 from mini_trainer.data.stores.tokenizers import GENERATION_TAG
-from mini_trainer.distributed.process import memory_limit, time_limit
+from mini_trainer.distributed.limits import memory_limit, time_limit
 
 WORDS = "two, three"  # an argument that each notation writes as it is
 ARGUMENTS = (

@@ -24,7 +24,7 @@ from mini_trainer.data.stores.disk import hash_file, read_object
 from mini_trainer.data.stores.json_lines import refuse_repeated_keys
 from mini_trainer.data.stores.model_files import GENERATION, check_values
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.process import time_limit
+from mini_trainer.distributed.limits import time_limit
 from mini_trainer.model.config import load_generation_file
 from mini_trainer.model.stored_tensors import Reader, check_finite, read_tensor
 from mini_trainer.model.weights import grow_rows

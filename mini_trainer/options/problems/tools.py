@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 from mini_trainer.options import RowOptions, flag_name, parse_named_values, parse_shard
 from mini_trainer.options.doors import RANDOM_FORMATS
+from mini_trainer.options.problems.choices import find_unpaired
 from mini_trainer.options.problems.finding import list_changed, list_row_sources
-from mini_trainer.options.problems.learning import find_unpaired
 from mini_trainer.options.tools import (
     BoardOptions,
     ContinualOptions,

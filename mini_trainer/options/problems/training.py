@@ -1,36 +1,33 @@
-"""Problems with train.py's options: data, optimization, methods, computation, reporting, and the end of a run."""
+"""Problems with train.py's options: data, objective, optimization, computation, and the end of a run."""
 
 import math
 import re
 from dataclasses import replace
 
 from mini_trainer.options import (
-    CallbackOptions,
-    ExportOptions,
-    HubOptions,
-    OSFTOptions,
+    SCHEDULES_WITH_END,
     RowOptions,
     TrainOptions,
-    VisionOptions,
     flag_name,
+    flatten_options,
     list_data_sets,
 )
-from mini_trainer.options.doors import RANDOM_FORMATS
+from mini_trainer.options.doors import RANDOM_FORMATS, open_door
 from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.finding import list_changed, list_given, list_row_sources
-from mini_trainer.options.problems.learning import (
-    find_objective_problems,
-    find_optimization_problems,
-    find_preference_problems,
-    find_teacher_problems,
-)
-from mini_trainer.options.urls import find_target_faults, find_url_faults, hide_credentials, is_url, split_scheme
+from mini_trainer.options.problems.finding import list_all_changed, list_changed, list_given, list_row_sources
+from mini_trainer.options.urls import find_url_faults, hide_credentials, is_url
+
+# Functions that find problems in these groups, once one of their options is given.
+BY_GROUPS = {
+    ("classification", "preference", "teacher"): "mini_trainer.options.problems.choices:find_signal_problems",
+    ("osft", "lora", "vision"): "mini_trainer.options.problems.choices:find_method_problems",
+    ("tracking", "callbacks", "hub", "exports"): "mini_trainer.options.problems.choices:find_reporting_problems",
+}
 
 
 def find_train_problems(options: TrainOptions) -> list[str]:
     """Options without effect beside others, and options that contradict each other."""
-    track = options.tracking.track
-    return [
+    problems = [
         *find_url_problems(options),
         *find_training_data_problems(options),
         *find_validation_problems(options),
@@ -38,16 +35,11 @@ def find_train_problems(options: TrainOptions) -> list[str]:
         *find_optimization_problems(options),
         *find_compute_problems(options),
         *find_ending_problems(options),
-        *find_preference_problems(options),
-        *find_teacher_problems(options),
-        *find_osft_problems(options.osft),
-        *find_lora_problems(options),
-        *find_vision_problems(options),
-        *(f"--track {name}: given twice" for name in dict.fromkeys(track) if track.count(name) > 1),
-        *find_callback_problems(options.callbacks),
-        *find_hub_problems(options.hub),
-        *find_upload_problems(options.exports),
     ]
+    for names, place in BY_GROUPS.items():
+        if any(list_changed(getattr(options, name)) for name in names):
+            problems += open_door(place)(options)
+    return problems
 
 
 def find_url_problems(options: TrainOptions) -> list[str]:
@@ -219,95 +211,90 @@ def find_ending_problems(options: TrainOptions) -> list[str]:
     return problems
 
 
-def find_callback_problems(o: CallbackOptions) -> list[str]:
-    """Problems with callbacks: given twice, or not an import path."""
-    paths = dict.fromkeys(o.callbacks)
-    problems = [f"--callbacks {path}: given twice" for path in paths if o.callbacks.count(path) > 1]
-    form = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
-    wrong = [path for path in paths if not re.fullmatch(f"{form}:{form}", path)]
-    return problems + [f"--callbacks {path}: must be package.module:Class, such as hooks:Notify" for path in wrong]
-
-
-def find_hub_problems(o: HubOptions) -> list[str]:
-    """An invalid repository name."""
-    if o.push_to_hub is None:
-        return []
-    part = r"[A-Za-z0-9_](?:[A-Za-z0-9_.\-]*[A-Za-z0-9_])?"
-    if len(o.push_to_hub) > 96 or not re.fullmatch(rf"(?:{part}/)?{part}", o.push_to_hub):
-        return [f"--push-to-hub {o.push_to_hub}: must be NAME or OWNER/NAME, of letters, digits, and -, _ or . inside"]
-    return []
-
-
-def find_upload_problems(o: ExportOptions) -> list[str]:
-    """Problems with the URL to upload exports to."""
-    if o.upload_to is None:
-        return []
-    if not is_url(o.upload_to):
-        return [f"--upload-to {o.upload_to}: must be a URL (s3://BUCKET/PATH or gs://BUCKET/PATH)"]
-    if split_scheme(o.upload_to)[0] == "hf":
-        return [f"--upload-to {o.upload_to}: give the repository by --push-to-hub, which makes each export a commit"]
-    return find_target_faults(o.upload_to, flag="--upload-to")
-
-
-# Settings that an adapter to continue from determines, so options must not set them.
-LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_dora", "modules_to_save")
-
-
-def find_osft_problems(o: OSFTOptions) -> list[str]:
-    """Problems with OSFT's options: without effect, or missing."""
-    if not o.osft:
-        return []
-    problems = []
-    ratio, energy = o.osft_unfreeze_rank_ratio, o.osft_keep_energy
-    uses_activations = o.osft_basis == "activations"
-    has_statistics = o.osft_calibration_data is not None or o.osft_statistics is not None
-    if ratio is None and (energy is None or not uses_activations):
-        problems.append("--osft needs --osft-unfreeze-rank-ratio: the share of directions to train, from 0 to 1")
-    if ratio == 0 and not o.osft_train_others:
-        problems.append(f"--osft-unfreeze-rank-ratio {ratio} without --osft-train-others trains nothing")
-    if energy is not None and ratio is not None:
-        problems.append("--osft-keep-energy and --osft-unfreeze-rank-ratio both set how much to keep: give only one")
-    if uses_activations and not has_statistics:
-        problems.append("--osft-basis activations needs --osft-calibration-data, --osft-statistics, or both")
-    if has_statistics and not uses_activations:
-        problems.append("--osft-calibration-data and --osft-statistics have no effect with --osft-basis weights")
+def find_objective_problems(options: TrainOptions) -> list[str]:
+    """Options that the objective does not use or cannot be used with."""
+    objective, values = options.classification.objective, flatten_options(options)
+    facts, problems = OBJECTIVES[objective], []
+    unused = {name for other in OBJECTIVES.values() for name in other.options} - {*facts.options}
+    changed = list_all_changed(options)
+    given = [flag_name(name) for name in changed if name in unused]
+    if given:
+        problems.append(f"{', '.join(given)}: no effect on --objective {objective}")
+    problems += [
+        f"{flag_name(name)} {values[name]}: cannot be used with --objective {objective}, {reason}"
+        for name, reason in facts.excluded.items()
+        if values[name] and name in changed
+    ]
     return problems
 
 
-def find_lora_problems(options: TrainOptions) -> list[str]:
-    """Problems with LoRA's options: without effect, or incompatible with others."""
-    problems, o = [], options.lora
-    if not o.lora:
-        return []
-    said = sorted(set(list_given(o)) & {flag_name(f"lora_{name}") for name in LORA_ADAPTER_SAYS})
-    if o.lora_adapter is not None and said:
-        problems.append(f"{', '.join(said)}: no effect with --lora-adapter, which determines it")
-    if options.osft.osft:
-        problems.append("--lora and --osft are two training methods: give only one")
-    if options.optimization.master_weights != "float32":
+def find_optimization_problems(options: TrainOptions) -> list[str]:
+    """Problems with the learning-rate schedule and the optimizer."""
+    o = options.optimization
+    need_end = {
+        f"--num-warmup-steps {o.num_warmup_steps} is a share of the run's steps": 0 < o.num_warmup_steps < 1,
+        f"--lr-scheduler {o.lr_scheduler} decays towards the run's end": o.lr_scheduler in SCHEDULES_WITH_END,
+        "--weight-average tail ends with the run": o.weight_average == "tail",
+    }
+    problems = [
+        f"{what}, but no end is given: add --max-steps, --max-epochs, --max-samples or --max-tokens"
+        for what, is_asked in need_end.items()
+        if is_asked and not options.end.is_given
+    ]
+    problems += find_schedule_problems(options)
+    if o.lr_scheduler == "cosine_with_restarts" and not float(o.lr_shape or 0.5).is_integer():
+        problems.append("--lr-scheduler cosine_with_restarts needs --lr-shape, its whole number of cycles")
+    if o.num_warmup_steps and o.lr_scheduler == "constant":
+        problems.append("--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")
+    problems += find_rate_problems(options) + find_average_problems(options)
+    if options.osft.osft and o.master_weights != "float32":
         problems.append(
-            f"--master-weights {options.optimization.master_weights} has no effect with --lora: adapters are float32,"
-            " and frozen weights are in --compute-dtype"
+            f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would break;"
+            " use float32"
         )
-    if options.compute.float8:
-        problems.append("--float8 cannot be used with --lora: peft does not support adapters on fp8 layers")
-    if o.base_quantization != "none" and o.lora_use_dora:
-        problems.append(f"--lora-use-dora cannot be used with --base-quantization {o.base_quantization}")
     return problems
 
 
-def find_vision_problems(options: TrainOptions) -> list[str]:
-    """Problems with --freeze, alone or with LoRA and OSFT."""
-    if options.vision == VisionOptions():
-        return []
-    frozen = options.vision.freeze
-    if "nothing" in frozen and len(frozen) > 1:
-        return [f"--freeze {' '.join(frozen)}: nothing cannot be combined with other parts"]
-    flag, lora, osft = f"--freeze {' '.join(frozen)}", options.lora, options.osft
-    if lora.lora and not lora.lora_target_modules and lora.lora_adapter is None:
-        return [f"{flag}: with --lora it restricts --lora-target-modules, which is not given"]
-    if osft.osft and "language" in frozen:
-        return [f"{flag}: --osft trains the language model"]
-    if osft.osft and not osft.osft_train_others:
-        return [f"{flag}: no effect with --osft unless --osft-train-others makes other parameters trainable"]
+def find_average_problems(options: TrainOptions) -> list[str]:
+    """Problems with --weight-average."""
+    o, problems = options.optimization, []
+    if o.weight_average == "ema" and o.ema_half_life is None:
+        problems.append("--weight-average ema needs --ema-half-life, in samples")
+    if o.weight_average == "tail" and o.tail_steps is None:
+        problems.append("--weight-average tail needs --tail-steps, the number of steps up to the run's end")
+    if o.weight_average != "none" and o.master_weights != "float32":
+        problems.append(
+            f"--weight-average is kept in fp32, and cannot be used with --master-weights {o.master_weights}"
+        )
+    return problems
+
+
+def find_rate_problems(options: TrainOptions) -> list[str]:
+    """Problems with Muon, and with learning rates of parts of the model."""
+    o, problems = options.optimization, []
+    if o.optimizer == "muon":
+        reasons = {
+            "--osft": options.osft.osft and "whose directions an orthogonal update would leave",
+            "--lora": options.lora.lora and "whose factors are not matrices between hidden states",
+            "--cpu-offload": options.sharding.cpu_offload and "since its products are too many for a CPU",
+            f"--master-weights {o.master_weights}": o.master_weights != "float32" and "which it does not round",
+        }
+        problems += [f"--optimizer muon cannot be used with {flag}, {why}" for flag, why in reasons.items() if why]
+    if o.learning_rate == 0 and o.learning_rate_for:
+        problems.append("--learning-rate-for shares the schedule of --learning-rate, which must be above 0")
+    return problems
+
+
+def find_schedule_problems(options: TrainOptions) -> list[str]:
+    """Problems with a schedule that several runs share."""
+    o, origin = options.optimization, options.checkpoints.continue_from
+    if o.schedule_steps is not None and not o.needs_end:
+        return [
+            f"--schedule-steps has no effect with --lr-scheduler {o.lr_scheduler}, which does not depend on the number"
+            " of steps: leave it out"
+        ]
+    if origin is not None and o.needs_end and o.schedule_steps is None:
+        is_decaying = o.lr_scheduler in SCHEDULES_WITH_END
+        needs = f"--lr-scheduler {o.lr_scheduler}" if is_decaying else f"--num-warmup-steps {o.num_warmup_steps}"
+        return [f"--continue-from with {needs} needs --schedule-steps, the number of steps of all its runs together"]
     return []

@@ -80,21 +80,11 @@ class Target:
     peak_flops: float | None
     limit: int | None  # bytes that a rank may use
     is_here: bool  # these are the ranks that this start has
-    keeps_freed: bool  # a process keeps freed memory
 
     @property
     def base(self) -> int:
         """Bytes of a rank besides its tensors."""
         return resident_memory() if self.device.type == "cpu" else 0
-
-
-@dataclass(frozen=True)
-class PlannedReference:
-    """The work of a reference model before the first step."""
-
-    num_rows: int  # samples that no run has scored
-    flops: float
-    num_bytes: int  # weights of a separate model on a rank while it scores
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,6 @@ class PlannedRun:
     start: RunPosition
     make_method: Callable[[], Method]  # for another model than the inputs'
     model: PlannedModel | None
-    reference: PlannedReference | None = None  # None also if the objective has none
     teacher: PlannedTeacher | None = None  # one that reads each micro-batch
 
 
@@ -180,7 +169,6 @@ def count_row_tokens(data: Mixture, rows: np.ndarray, objective: Objective) -> n
 
 
 ENOUGH_TOKENS = 4096  # large enough for the fixed costs to be small
-LONG_ROW = 8192  # from this many tokens, a plan tries the options for long rows
 
 KINDS = {  # descriptions of the kinds of StepMemory.peak
     "weights": "trainable weights, sharded",
@@ -222,10 +210,7 @@ def plan_memory(
     if memory is not None:
         findings.lines.append(packing.describe())
         describe_memory(target, packing, memory, findings)
-        if packing.num_tokens >= LONG_ROW:
-            describe_savings(options, target, run, packing, findings)
         check_memory(target, memory, findings)
-        check_reference_memory(target, run, memory, findings)
     return options, packing, memory is not None
 
 
@@ -380,35 +365,6 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
     lines.append(f"  {'one token more in a micro-batch':<48}{memory.per_token / 1024:9.1f} KiB")
     if memory.offloaded:
         lines.append(f"  {'inputs of blocks, in CPU memory':<48}{memory.offloaded / GIB:9.3f} GiB")
-    if target.keeps_freed:
-        lines.append("  glibc's malloc keeps up to half as much again, unless MALLOC_MMAP_THRESHOLD_=65536 is set")
-
-
-def describe_savings(
-    options: StepOptions, target: Target, run: PlannedRun, packing: Packing, findings: Findings
-) -> None:
-    """Adds the effect of the options for long rows that the run does not use yet."""
-    for change in list_savings(options.compute, target):
-        changed = replace_options(options, **change)
-        try:
-            memory = simulate_packing(changed, target, run, packing)
-        except ValueError:  # of a model without such modules
-            continue
-        names = " ".join(f"--{name.replace('_', '-')}" for name, value in change.items() if value is True)
-        findings.lines.append(
-            f"  {f'together with {names}':<64}{(target.base + memory.total) / GIB:9.3f} GiB,"
-            f" {memory.per_token / 1024:,.1f} KiB for each extra token"
-        )
-
-
-def list_savings(compute: ComputeOptions, target: Target) -> list[dict[str, bool]]:
-    savings: list[dict[str, bool]] = []
-    if not (compute.tiled_mlp or compute.compile):
-        savings.append(dict(tiled_mlp=True))
-    is_able = target.device.type == "cuda" and compute.activation_checkpointing == "full"
-    if is_able and not compute.offload_activations:
-        savings.append(dict(offload_activations=True))
-    return savings if len(savings) < 2 else [*savings, savings[0] | savings[1]]
 
 
 def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None:
@@ -420,19 +376,4 @@ def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None
             f"a step needs {needed / GIB:,.1f} GiB on each rank, and of {target.limit / GIB / (1 - MARGIN):,.1f} GiB"
             f" {1 - MARGIN:.0%} may be used: lower --max-tokens-per-gpu (auto finds the largest), use"
             " --activation-checkpointing full, --tiled-mlp, --offload-activations, or more GPUs"
-        )
-
-
-def check_reference_memory(target: Target, run: PlannedRun, memory: StepMemory, findings: Findings) -> None:
-    """Adds the memory of a separate reference model while it scores next to the model, before the optimizer's state
-    exists; a problem if that does not fit."""
-    if run.reference is None or not run.reference.num_bytes:
-        return
-    there = sum(memory.peak[kind] for kind in ("weights", "frozen", "gathered", "loss"))
-    needed = target.base + there + run.reference.num_bytes
-    findings.lines.append(f"  {'while --reference-model scores, before the first step':<48}{needed / GIB:9.3f} GiB")
-    if target.limit is not None and needed > target.limit:
-        findings.add_problem(
-            f"--reference-model needs {needed / GIB:,.1f} GiB on each rank beside the model: use more GPUs, or score"
-            f" the data first with a run of one step on more of them"
         )

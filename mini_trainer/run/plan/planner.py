@@ -7,11 +7,15 @@ otherwise from FLOPs.
 """
 
 import functools
+import itertools
 import os
 import shutil
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,13 +28,15 @@ from mini_trainer.distributed.devices import (
     MARGIN,
     PEAK_FLOPS,
     describe_device,
+    describe_duration,
     find_peak_flops,
     memory_limit,
 )
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer, log
-from mini_trainer.distributed.process import count_local_ranks, count_open_files, find_missing_files, list_group_sizes
+from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.watch import SLOW_LIMIT
 from mini_trainer.distributed.world import (
+    World,
     call_on_rank0,
     check_sharing,
     count_shards,
@@ -38,8 +44,13 @@ from mini_trainer.distributed.world import (
     init_world,
     setup_logging,
 )
+from mini_trainer.model.build import make_meta_model
+from mini_trainer.model.flops import count_flops
+from mini_trainer.model.method import Full
 from mini_trainer.model.optim.averages import find_first_step
+from mini_trainer.model.optim.optimizers import build_optimizer
 from mini_trainer.model.sharding import list_resharding
+from mini_trainer.objectives.objective import TeacherModel
 from mini_trainer.options import (
     CheckpointOptions,
     ExportOptions,
@@ -51,21 +62,31 @@ from mini_trainer.options import (
     parse_machine,
     replace_options,
 )
+from mini_trainer.run.auto_settings import NUM_BATCHES
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, check_state
 from mini_trainer.run.identity import check_checkpoints, check_unused, identify_run, is_checkpoint_of
-from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.plan.memory import Findings, PlannedRun, Target, plan_memory, simulated_compute
-from mini_trainer.run.plan.simulation import Ranks, lay_out_model
-from mini_trainer.run.plan.speed import measure_speed, plan_reference, plan_teacher, plan_time
+from mini_trainer.run.inputs import TEACHER_MODEL, RunInputs
+from mini_trainer.run.plan.memory import (
+    Findings,
+    Packing,
+    PlannedRun,
+    PlannedTeacher,
+    Target,
+    plan_memory,
+    simulated_compute,
+)
+from mini_trainer.run.plan.simulation import PlannedModel, Ranks, lay_out_model
 from mini_trainer.run.raw_rows import find_local_data
 from mini_trainer.run.run_directory import read_origin
-from mini_trainer.run.run_model import describe_schedule, keeps_to_budget, weigh_images
+from mini_trainer.run.run_model import build_run_model, describe_schedule, weigh_images
 from mini_trainer.run.start import choose_method, open_inputs
 from mini_trainer.run.start_checks import describe_start
-from mini_trainer.run.step import StepOptions
-from mini_trainer.sampler import Batching, RunPosition
+from mini_trainer.run.step import StepOptions, TrainState, run_backward, update_weights
+from mini_trainer.sampler import Batching, RunPosition, iterate_batches
 
+NUM_TIMED = 3  # micro-batches that are timed, after one to warm up
+ASSUMED_MFU = 0.4  # if nothing can be measured
 RANKS_PER_NODE = 8  # for plans of --sharding hybrid for other machines
 
 
@@ -145,13 +166,7 @@ def find_target(
     num_sharing = sharding.context_parallel
     if found.problems.attempt(lambda: check_sharing(world_size, num_sharing) or True) is None:
         num_sharing = None
-    if not is_here and world_size > 1:
-        needed = count_open_files(world_size, list_group_sizes(world_size, num_shards, num_sharing))
-        findings.warnings += filter(None, [find_missing_files(needed, world_size)])
     offloads = sharding.cpu_offload and device.type == "cuda"
-    gives_back = (
-        keeps_to_budget(options.data.max_tokens_per_gpu, options.compute) or "MALLOC_MMAP_THRESHOLD_" in os.environ
-    )
     return Target(
         Ranks(world_size, num_shards, num_sharing, offloads, limit if device.type == "cuda" else None),
         device,
@@ -159,7 +174,6 @@ def find_target(
         peak,
         limit,
         is_here,
-        keeps_freed=device.type == "cpu" and not gives_back,
     )
 
 
@@ -189,9 +203,8 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     model = findings.problems.attempt(lambda: lay_out_model(step_options, inputs, compute, make_method()))
     if model is not None:
         weigh_images(inputs, model.flops)
-    reference = findings.problems.attempt(lambda: plan_reference(step_options, target, inputs, model))
     teacher = findings.problems.attempt(lambda: plan_teacher(step_options, target, inputs, model))
-    return PlannedRun(inputs, start, make_method, model, reference, teacher)
+    return PlannedRun(inputs, start, make_method, model, teacher)
 
 
 def find_checkpoint(output_dir: Path, resume: str) -> Checkpoint | None:
@@ -308,3 +321,119 @@ def plan_disk(
             f"--output-dir {output_dir}: checkpoints and exports need {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB"
             " are free: free some, lower --keep-checkpoints, or export less often"
         )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of a run, measured in advance."""
+
+    seconds_per_flop: float  # of a micro-batch, on all ranks together
+    update_seconds: float
+
+
+def measure_speed(inputs: RunInputs, options: StepOptions, world: World) -> Speed:
+    """Times forward, backward and update of the run with these inputs. All ranks call this."""
+    model = build_run_model(inputs, options, world, only_measures=True)
+    flops = count_flops(model.model)
+    state = TrainState(model, inputs.method, build_optimizer(model, options.optimization), world)
+    batches = iterate_batches(
+        inputs.data,
+        inputs.data_options,
+        objective=inputs.objective,
+        batching=inputs.batching,
+        num_steps=1 + NUM_TIMED,
+        attention_cost=flops.attention_cost,
+        world=world,
+    )
+    micro_batches = (
+        (batch, row, micro_batch)
+        for batch in batches
+        for row, micro_batch in zip(batch.table, batch.micro_batches, strict=True)
+    )
+    measured = []
+    for batch, row, micro_batch in itertools.islice(micro_batches, 1 + NUM_TIMED):
+        rows = batch.sample_ids[np.concatenate([np.array(indices, dtype=int) for indices in row])]
+        micro_batch = micro_batch.to(world.device)
+        begin = now(world)
+        micro_batch = model.prepare(micro_batch)
+        if model.looks_ahead:
+            model.look_ahead(micro_batch)
+        run_backward(model, micro_batch, batch.divisors)
+        measured.append((now(world) - begin, flops.of_rows(rows, inputs.data, inputs.objective)))
+    seconds, num_flops = np.sum(measured[1:], axis=0).tolist()
+    update_weights(state, step=0, lr=0.0, num_samples=1)  # makes the optimizer's state
+    run_backward(model, micro_batch, batch.divisors)
+    begin = now(world)
+    update_weights(state, step=1, lr=0.0, num_samples=1)
+    return Speed(seconds / num_flops, now(world) - begin)
+
+
+def now(world: World) -> float:
+    """Waits for all ranks, then returns the time."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    dist.barrier(group=world.control)
+    return time.perf_counter()
+
+
+def plan_time(
+    target: Target, run: PlannedRun, packing: Packing | None, speed: Speed | None, findings: Findings
+) -> None:
+    """Adds the durations of a step and of the run, and how they were found."""
+    if packing is None:
+        return
+    rates, flops = find_rates(target, speed), packing.flops.mean()
+    if run.inputs.objective.reference is not None:
+        findings.lines.append("reference: scores each sample before the first step; time and memory are not counted")
+    if run.teacher is not None:
+        findings.lines.append(f"teacher: a forward pass in each step, {run.teacher.flops / 1e12:,.2f} TFLOP")
+    update_flops = 0 if run.model is None else run.model.update_flops
+    if update_flops:
+        findings.lines.append(f"optimizer: {update_flops / 1e12:,.2f} TFLOP in each step")
+    if rates is None:
+        findings.lines.append(f"time: {flops / 1e12:,.2f} TFLOP a step; not measured")
+        return
+    how = f"measured here, on {NUM_TIMED} micro-batches"
+    if speed is None:
+        how = f"assumed: {ASSUMED_MFU:.0%} of {target.peak_flops / 1e12:,.0f} TFLOP/s"
+    seconds = flops * rates.seconds_per_flop + rates.update_seconds
+    if speed is None and run.teacher is not None:  # the measurement includes the teacher's pass
+        seconds += run.teacher.flops * rates.seconds_per_flop
+    if speed is None:
+        seconds += update_flops * rates.seconds_per_flop
+    text = f"time: {flops / 1e12:,.2f} TFLOP a step, {seconds:,.2f} s ({how})"
+    if run.inputs.num_steps is None:
+        text += "; the run has no end"
+    else:
+        left = seconds * max(0, run.inputs.num_steps - run.start.step)
+        text += f"; {describe_duration(left)} for the remaining steps"
+    findings.lines.append(text)
+
+
+def find_rates(target: Target, speed: Speed | None) -> Speed | None:
+    """The measured speed, or the assumed speed of the planned device; None if unknown."""
+    if speed is not None or target.peak_flops is None:
+        return speed
+    rate = 1 / (ASSUMED_MFU * target.peak_flops * target.ranks.world_size)
+    return Speed(rate, 0.0)
+
+
+def plan_teacher(
+    options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
+) -> PlannedTeacher | None:
+    """The teacher's memory on a rank, and the FLOPs of its forward pass over a batch; None without one."""
+    objective, data = inputs.objective, inputs.data
+    if model is None or inputs.batching is None or objective is None or not isinstance(objective.teacher, TeacherModel):
+        return None
+    source = inputs.other_models.get(TEACHER_MODEL)
+    if source is None:  # the model as it is at the start: copies of the trained weights
+        flops, num_bytes = model.flops, model.num_trainable * DTYPES[options.optimization.master_weights].itemsize
+    else:
+        compute, device = simulated_compute(options.compute, target, inputs), torch.device("cpu")
+        other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
+        flops = count_flops(other)
+        num_bytes = sum(param.numel() for param in other.parameters()) * inputs.compute_dtype.itemsize
+    rows = np.concatenate(list(itertools.islice(inputs.draw_batches(RunPosition()), NUM_BATCHES)))
+    on_rank = 0 if target.ranks.offloads else num_bytes // target.ranks.num_shards
+    read = data if inputs.teacher_data is None else inputs.teacher_data  # whose rows have the same numbers
+    return PlannedTeacher(flops.of_scores(rows, read, objective) / NUM_BATCHES, on_rank)

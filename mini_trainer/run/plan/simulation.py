@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mini_trainer.distributed.devices import DTYPES, OFFLOADED, MemoryCounter, memory_kind
+from mini_trainer.distributed.devices import DTYPES, OFFLOADED, memory_kind
 from mini_trainer.distributed.world import World, make_mesh, make_row_group
 from mini_trainer.model.activation_memory import apply_tiling
 from mini_trainer.model.build import check_divisible, make_meta_model, set_weights_dtype
@@ -40,6 +40,7 @@ from mini_trainer.model.sharding import apply_sharding, prepare_backward
 from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import ComputeOptions
 from mini_trainer.options.doors import KEEPING
+from mini_trainer.run.auto_settings import MemoryCounter
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import StepOptions, TrainState, run_backward, update_weights
 

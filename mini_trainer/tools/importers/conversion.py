@@ -11,8 +11,8 @@ from mini_trainer.options.doors import TRAINERS
 from mini_trainer.options.foreign_names import DECIDING, DIFFERENCES, convert_schedule, find_row
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.option_files import parse_value
+from mini_trainer.options.problems.choices import LORA_ADAPTER_SAYS
 from mini_trainer.options.problems.finding import find_wrong_options
-from mini_trainer.options.problems.training import LORA_ADAPTER_SAYS
 from mini_trainer.options.tools import ProcessDataOptions
 
 TYPES = {options_class: list_types(options_class) for options_class in (TrainOptions, ProcessDataOptions)}

@@ -1,0 +1,56 @@
+"""Limits on the time and memory of other people's templates and patterns."""
+
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted, and
+    workers run there; elsewhere there is no limit.
+
+    A single operation on huge values cannot be interrupted. After twice the limit of CPU time the kernel ends the
+    process with SIGVTALRM, unless the program handles that signal.
+    """
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"takes longer than {seconds:g} seconds")
+
+    handler = signal.signal(signal.SIGALRM, give_up)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    virtual = signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, *virtual)
+        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@contextmanager
+def memory_limit(num_bytes: int) -> Iterator[None]:
+    """Raises MemoryError in the block once it needs this much more memory. Linux only."""
+    if sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = measure_memory() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def measure_memory() -> int:
+    """The size of this process's address space, in bytes."""
+    with open("/proc/self/statm") as memory:
+        return int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
