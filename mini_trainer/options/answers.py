@@ -27,6 +27,7 @@ RENAMED: dict[str, str] = {
     "hub_license": "the license of the base model's card is taken over; change it in the repository's README.md",
     "lora_use_rslora": RANK_STABLE,
     "mock_length": "--block-size",
+    "as_chat": "--format alpaca --columns prompt=prompt completion=completion",
     "append_stop_token": "--missing-stop-token append",
     "allow_missing_stop_token": "--missing-stop-token allow",
     **dict.fromkeys(("plan_world_size", "plan_device"), "--plan-for 8, or 8xH100"),

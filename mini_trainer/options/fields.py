@@ -19,6 +19,7 @@ REMOVED = {
     ("preference_loss", "robust"): "dpo with --label-smoothing, which also allows for swapped pairs",
     ("preference_loss", "hinge"): "dpo, or ipo, which also stops at a margin",
     ("preference_loss", "apo-down"): "apo-zero or dpo",
+    ("control_tokens", "as-text"): "refuse, as inference reads these tokens in prompts, too",
 }
 
 
