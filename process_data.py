@@ -85,9 +85,14 @@ from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
 from mini_trainer.data.stores.disk import hash_file, identify_file, make_parent, written_aside
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
-from mini_trainer.data.tokenized.cache import identify_images, identify_options
 from mini_trainer.data.tokenized.outputs import Outputs
-from mini_trainer.data.tokenized.sidecar import describe_data_set, describe_versions, is_made_of
+from mini_trainer.data.tokenized.sidecar import (
+    describe_data_set,
+    describe_versions,
+    identify_images,
+    identify_options,
+    is_made_of,
+)
 from mini_trainer.distributed.ending import ExitCode, exit_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.process import find_task

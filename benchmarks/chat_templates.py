@@ -330,7 +330,7 @@ def make_masker(template: str, style: str) -> ChatMasker:
     except ValueError as error:
         if "no end-of-turn token" not in str(error):
             raise
-        masker = ChatMasker(tokenizer, stop_token_ids=ids, allow_missing_stop_token=True)
+        masker = ChatMasker(tokenizer, stop_token_ids=ids, missing_stop_token="allow")
         masker.check_template()
     return masker
 

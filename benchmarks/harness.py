@@ -14,7 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
-from mini_trainer.data.columns.base import IGNORED
+from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
+from mini_trainer.data.columns.base import IGNORED, PREFERENCE
+from mini_trainer.data.columns.encoding import add_mismatched, pair_up
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN, TextColumns
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed.world import World
@@ -178,3 +180,13 @@ def read_tensor(tensor: StoredTensor) -> bytes:
     with tensor.path.open("rb") as file:
         file.seek(tensor.start)
         return file.read(tensor.num_bytes)
+
+
+def make_random_answers(random: np.random.Generator, kind: str, length: int, *, vocab_size: int) -> TokenizedChat:
+    """A random pair, or feedback with an unrelated answer: half of each sequence is a common prompt."""
+    prompt = random.integers(3, vocab_size, length // 4).tolist()
+    sides = []
+    for num_tokens in (-(-length // 2), length // 2):
+        answer = random.integers(3, vocab_size, num_tokens - len(prompt)).tolist()
+        sides.append(TokenizedChat(prompt + answer, [TrainedSpan(len(prompt), num_tokens, "random")]))
+    return pair_up(*sides) if kind == PREFERENCE else add_mismatched(*sides, is_good=bool(random.integers(2)))

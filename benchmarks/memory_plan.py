@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 ROOT = paths.ROOT
 import pyarrow as pa
-from harness import write_random_data
+from harness import make_random_answers, write_random_data
 from make_tiny_model import train_tokenizer
 
 from mini_trainer.data.columns.base import COLUMNS
@@ -69,9 +69,9 @@ def write_data(path: Path, kind: str, tokenizer_dir: Path) -> None:
     if kind == "causal-lm":
         write_random_data(path, draw_lengths(400), shares=(0.5, 0.5))
         return
-    columns, random = COLUMNS[kind], np.random.default_rng(0)
-    samples = [columns.make_random(random, np.arange(3, 280), length) for length in draw_lengths(120)]
-    table = pa.Table.from_batches([columns.encode(samples)])
+    random = np.random.default_rng(0)
+    samples = [make_random_answers(random, kind, length, vocab_size=280) for length in draw_lengths(120)]
+    table = pa.Table.from_batches([COLUMNS[kind].encode(samples)])
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
     made_by = {"tokenizer_fingerprint": fingerprint_tokenizer(load_tokenizer(str(tokenizer_dir))), "max_token_id": 279}

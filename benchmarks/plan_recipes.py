@@ -22,6 +22,7 @@ ROOT = paths.ROOT
 
 import numpy as np
 import pyarrow as pa
+from harness import make_random_answers
 from make_tiny_model import train_tokenizer
 from tiny_data import make_samples, write_samples
 
@@ -65,9 +66,9 @@ def make_data(directory: Path, kind: str) -> Path:
     samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, max_len=NUM_TOKENS)
     if kind == CAUSAL_LM:
         return write_samples(path, samples)
-    random, columns = np.random.default_rng(0), COLUMNS[kind]
-    lengths = [max(4, 2 * len(sample[0])) for sample in samples]
-    pairs = columns.encode([columns.make_random(random, np.arange(3, VOCAB_SIZE), length) for length in lengths])
+    random, lengths = np.random.default_rng(0), [max(4, 2 * len(sample[0])) for sample in samples]
+    rows = [make_random_answers(random, kind, length, vocab_size=VOCAB_SIZE) for length in lengths]
+    pairs = COLUMNS[kind].encode(rows)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, pairs.schema) as writer:
         writer.write_batch(pairs)
     tokenizer = fingerprint_tokenizer(train_tokenizer([], vocab_size=VOCAB_SIZE))

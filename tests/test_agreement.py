@@ -17,6 +17,7 @@ from processes import ENV, ROOT, flags, free_port, torchrun_node
 from safetensors.torch import save_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_pairs import write_pairs
 from transformers import AutoTokenizer
 
 import mini_trainer
@@ -41,8 +42,6 @@ from mini_trainer.options import (
     list_facts,
     list_identifying_options,
 )
-from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.process_data import process_data
 from mini_trainer.run.start import open_inputs
 from mini_trainer.run.start_checks import describe_inputs, describe_start
 from mini_trainer.sampler import RunPosition
@@ -220,8 +219,7 @@ def test_of_an_adapter_every_rank_reads_the_config(root, world, tmp_path):
 
 
 def test_of_a_reference_model_every_rank_reads_the_config_and_the_path_may_differ(root, world, tmp_path):
-    pairs = dict(mock_data=8, block_size=20, format="preference", output_file=str(tmp_path / "pairs.arrow"))
-    process_data(group_options(ProcessDataOptions, **pairs, model_name_or_path=str(root / "model"), preview=0))
+    write_pairs(tmp_path / "pairs.arrow", root / "model", size=8)
     for name, change in (("same", {}), ("other", {"rms_norm_eps": 0.5})):
         shutil.copytree(root / "model", tmp_path / name)
         content = json.loads((tmp_path / name / "config.json").read_text())

@@ -526,15 +526,10 @@ def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
     assert good == mask_one(masker, [QUESTION, ANSWER]) and "takes longer" in str(endless)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
-@pytest.mark.parametrize(
-    ("bomb", "reason"),
-    [("9 ** (9 ** 9)", r"0\.5 seconds"), ("'a' * 10 ** 10", "4 GiB")],
-)
-def test_what_cannot_be_interrupted_is_tried_in_a_child(base_tokenizer, monkeypatch, bomb, reason):
-    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.5)
-    with pytest.raises(ValueError, match=reason):
-        with_template(base_tokenizer, CHATML_TEMPLATE + "{{ (" + bomb + ") and '' }}")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+def test_templates_that_need_much_memory_are_given_up(base_tokenizer):
+    with pytest.raises(ValueError, match="4 GiB"):
+        with_template(base_tokenizer, CHATML_TEMPLATE + "{{ ('a' * 10 ** 10) and '' }}")
 
 
 LONG = "{% if 'long' in messages[0].content %}"
@@ -559,14 +554,6 @@ def test_limits_hold_for_rows_that_the_template_check_does_not_have(base_tokeniz
     assert reason in str(bad) and before == after == mask_one(masker, [QUESTION, ANSWER])
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     assert signal.getitimer(signal.ITIMER_REAL) == signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
-
-
-@pytest.mark.long
-def test_a_template_that_is_slow_on_many_rows_is_given_up(base_tokenizer, monkeypatch):
-    masker = with_template(base_tokenizer, CHATML_TEMPLATE + LONG + ENDLESS + "{% endif %}")
-    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1.0)
-    with pytest.raises(ValueError, match=r"1 seconds .*3 rows"):
-        masker.mask([Chat([{"role": "user", "content": f"long {i}"}, ANSWER]) for i in range(1000)])
 
 
 PARTS_BY_ROLE = (  # the user's content may be a list of parts; those of others are written as they are

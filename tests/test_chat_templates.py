@@ -471,7 +471,7 @@ WITHOUT_STOP = {
 def test_missing_stop_token_allowed(name, case, special):
     """Contents are trained, and nothing else."""
     tokenizer = make_tokenizer(replace(FAMILIES[name], special=special))
-    masker, expected = ChatMasker(tokenizer, allow_missing_stop_token=True), WITHOUT_STOP[name][case]
+    masker, expected = ChatMasker(tokenizer, missing_stop_token="allow"), WITHOUT_STOP[name][case]
     assert any("TO STOP" in note for note in masker.check_template())
     if isinstance(expected, Refused):
         with pytest.raises(ValueError, match=re.escape(expected.reason)):
@@ -486,7 +486,7 @@ def test_missing_stop_token_allowed_in_vain(name):
     tokenizer = make_tokenizer(family)
     stops = tokenizer.convert_tokens_to_ids(list(family.stops))
     with pytest.raises(ValueError, match=r"--missing-stop-token allow .*mine"):
-        ChatMasker(tokenizer, stop_token_ids=stops, allow_missing_stop_token=True).check_template("mine")
+        ChatMasker(tokenizer, stop_token_ids=stops, missing_stop_token="allow").check_template("mine")
 
 
 @pytest.mark.parametrize("case", CASES)

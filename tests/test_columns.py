@@ -9,13 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from data_runs import tokenize_rows
 from forked import run_forked
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tiny_data import read_lines, write_jsonl
 
-from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.columns.base import IGNORED
-from mini_trainer.data.rows.chat_rows import read_marks, read_messages
+from mini_trainer.data.rows.chat_rows import read_marks
 from mini_trainer.data.rows.column_names import RefusedColumn, check_messages, find_meaning
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.raw_rows import find_data
@@ -143,10 +140,13 @@ def test_answers_are_not_trained_without_the_prompt_beside_them(model, tmp_path)
         prepare(model, source, columns=("messages=chosen",), ignore_columns=("rejected",))
 
 
-@pytest.mark.parametrize("name", ["messages", "messages.content", "messages.role"])
-def test_what_a_format_is_read_from_cannot_be_ignored(name, model, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("messages", "its keys are"), ("messages.content", "content missing"), ("messages.role", "role")],
+)
+def test_what_a_format_is_read_from_cannot_be_ignored(name, reason, model, tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [{"messages": WEATHER}])
-    with pytest.raises(RefusedColumn, match=rf"in.jsonl:1: --ignore-columns {name}: "):
+    with pytest.raises(ValueError, match=rf"in.jsonl:1: .*{reason}"):
         prepare(model, source, ignore_columns=(name,))
 
 
@@ -221,55 +221,8 @@ def test_the_script_and_a_run_from_rows_end_with_the_same_message(model, tmp_pat
 # --- marks of messages
 
 
-def list_trained_by_hand(tokenizer, messages: list[dict], weights: list[float]) -> tuple[list[int], list[float]]:
-    """Labels and weights where each assistant's turn is what its message adds to the conversation with the prompt:
-    transformers' own rendering of the conversation, cut before and after each message."""
-
-    def render(count: int, *, prompts: bool = False) -> list[int]:
-        bare = [{key: message[key] for key in ("role", "content")} for message in messages[:count]]
-        return tokenizer.apply_chat_template(bare, add_generation_prompt=prompts, return_dict=True)["input_ids"]
-
-    ids = render(len(messages))
-    labels, found = [IGNORED] * len(ids), [0.0] * len(ids)
-    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    for i, (message, weight) in enumerate(zip(messages, weights, strict=True)):
-        if message["role"] == "assistant" and weight > 0:
-            start, end = len(render(i, prompts=True)), len(render(i + 1))
-            end = max(at for at in range(start, end) if ids[at] == stop) + 1
-            labels[start:end], found[start:end] = ids[start:end], [weight] * (end - start)
-    return labels, found
-
-
-MARKS = st.fixed_dictionaries(
-    {}, optional={"loss": st.sampled_from([True, False, None]), "loss_scale": st.sampled_from([None, 0.0, 0.25, 1.0])}
-)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(marks=st.lists(MARKS, min_size=2, max_size=6).filter(lambda marks: len(marks) % 2 == 0))
-def test_loss_and_loss_scale_are_those_of_ms_swift(tokenizer, marks):
-    """`loss` says whether an assistant's answer is trained, `loss_scale` how much; neither says anything of others."""
-    messages = [(ASK, ANSWER)[i % 2] | mark for i, mark in enumerate(marks)]
-    weights = [
-        0.0 if mark.get("loss") is False else 1.0 if mark.get("loss_scale") is None else mark["loss_scale"]
-        for mark in marks
-    ]
-    labels, expected = list_trained_by_hand(tokenizer, messages, weights)
-    (masked,) = ChatMasker(tokenizer).mask([read_messages({"messages": messages})])
-    assert masked.labels == labels
-    assert (masked.loss_weights or [float(label != IGNORED) for label in labels]) == expected
-
-
-def test_the_documented_rows_of_ms_swift_and_axolotl(model, tokenizer, tmp_path):
+def test_the_documented_row_of_axolotl(model, tokenizer, tmp_path):
     rows = [
-        {
-            "messages": [
-                {"role": "user", "content": "Hello!"},
-                {"role": "assistant", "content": "Hi, how can I help you?", "loss": False},
-                {"role": "user", "content": "What is 1+1?"},
-                {"role": "assistant", "content": "It equals 2", "loss": True},
-            ]
-        },
         {
             "conversations": [
                 {"from": "human", "value": "Hello", "training": False},
@@ -283,24 +236,18 @@ def test_the_documented_rows_of_ms_swift_and_axolotl(model, tokenizer, tmp_path)
     for row in rows:
         (sample,) = prepare(model, write_jsonl(tmp_path / "in.jsonl", [row]))
         texts.append(tokenizer.decode([label for label in sample["labels"] if label != IGNORED]))
-    assert texts == ["It equals 2<|im_end|>", "Hello<|im_end|>How are you?<|im_end|>"]
+    assert texts == ["Hello<|im_end|>How are you?<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    ("marks", "reason"),
-    [
-        ({"loss": "false"}, "'loss': 'false'"),
-        ({"loss": [True, False]}, r"'loss': \[True, False\]"),
-        ({"loss_scale": 2.0}, r"'loss_scale': 2\.0"),
-        ({"loss_scale": -1}, "'loss_scale': -1"),
-        ({"training": "no"}, "'training': 'no'"),
-        ({"loss": False, "train": True}, "both 'train' and 'loss'"),
-        ({"loss_scale": 0.5, "weight": 1}, "both 'weight' and 'loss_scale'"),
-    ],
-)
-def test_marks_that_cannot_be_honoured_refuse_the_row(marks, reason):
-    with pytest.raises(ValueError, match=rf"^message 2 \(assistant\) .*{reason}"):
-        read_marks(ANSWER | marks, 2)
+def test_two_marks_of_one_meaning_refuse_the_row():
+    with pytest.raises(ValueError, match=r"^message 2 \(assistant\) .*both 'train' and 'training'"):
+        read_marks(ANSWER | {"training": False, "train": True}, 2)
+
+
+def test_ms_swift_s_marks_are_refused_with_ours(model, tmp_path):
+    row = {"messages": [ASK, ANSWER | {"loss": False, "loss_scale": 0.5}]}
+    with pytest.raises(RefusedColumn, match=r"messages\.loss'.* its train here.* its weight here"):
+        prepare(model, write_jsonl(tmp_path / "in.jsonl", [row]))
 
 
 def test_names_are_compared_by_their_words():

@@ -85,7 +85,7 @@ def test_all_files_of_a_folder_are_read_or_named(model, expected, tmp_path, caps
     for i in range(20):
         (tmp_path / f"{i:02}.log").write_text("x")
     tokenize(model, tmp_path)
-    assert f"note: {tmp_path}: 23 files " in (said := capsys.readouterr().out) and " 13 more" in said
+    assert f"note: {tmp_path}: 23 files " in capsys.readouterr().out
 
 
 def test_formats_of_a_folder_may_not_differ(model, expected, tmp_path):
@@ -99,8 +99,6 @@ def test_formats_of_a_folder_may_not_differ(model, expected, tmp_path):
         tokenize(model, folder)
     with pytest.raises(ValueError, match=r"requirements.txt:1: 'messages' "):
         tokenize(model, folder, format="messages")
-    with pytest.raises(ValueError, match=r"--prompts .*chats: .*requirements.txt .*empty.jsonl"):
-        read_prompts([str(folder)], None)
     assert tokenize(model, folder / "train.jsonl") == expected
     assert len(tokenize(model, folder / "train.jsonl", folder / "requirements.txt")) == len(CHATS) + 1
     (folder / "requirements.txt").unlink()

@@ -5,22 +5,18 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
-from data_runs import chat, options_for, write_rows
+from data_runs import chat, write_rows
 from heavy import need
 from local_server import serving
-from make_tiny_model import train_tokenizer
 from range_server import RangeServer
 
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.stores import remote
 from mini_trainer.data.tokenized import fetched
 from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets
-from mini_trainer.options import replace_options
 from mini_trainer.options.urls import RefusedRedirect, check_redirect, remove_query
-from mini_trainer.process_data import process_data
 
 ELSEWHERE = {
     "this machine": ("http://localhost:1/a.jsonl", "127.0.0.1: "),
@@ -102,7 +98,7 @@ def test_a_silent_server_is_asked_a_few_times(silent):
     url, connections = silent
     with pytest.raises(ValueError, match=r"--input-file .*a\.jsonl: .*imeout"):
         find_sources([url])
-    assert len(connections) == 2 * remote.NUM_QUESTIONS  # by HEAD and by GET
+    assert len(connections) == 2 * 3  # by HEAD and by GET
 
 
 def test_a_file_of_a_server_that_does_not_answer_may_be_there(files, silent):
@@ -140,23 +136,7 @@ def test_public_addresses_and_the_same_host_are_allowed():
     assert remove_query("https://me:secret@host:1/a/b?sig=x#y") == "https://host:1/a/b"
 
 
-def test_a_redirect_is_recorded_without_credentials(files, redirecting, tmp_path):
-    redirecting.location = f"http://me:secret@{files.url.removeprefix('http://')}/a.jsonl"
-    train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300).save_pretrained(
-        tmp_path / "model"
-    )
-    output = tmp_path / "out.arrow"
-    process_data(replace_options(options_for(tmp_path / "model", tmp_path, output), input_file=(redirecting.url,)))
-    (source,) = json.loads(Path(f"{output}.meta.json").read_text())["sources"]
-    assert source["redirected_to"] == f"{files.url}/a.jsonl" and source["file"] == "a.jsonl"
-
-
-def test_another_spelling_of_a_url_is_no_redirect(files):
-    files.files["a%20b.jsonl"] = b"1\n"
-    assert remote.describe_remote(f"{files.url}/a b.jsonl#x").redirected_to is None
-
-
-def test_a_copied_set_records_the_redirect_and_says_how_far_it_is(files, redirecting, tmp_path, monkeypatch, caplog):
+def test_a_copied_set_records_its_url_and_says_how_far_it_is(files, redirecting, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fetched, "SECONDS_BETWEEN_LINES", -1)
     monkeypatch.setattr(fetched.log, "propagate", True)
     redirecting.location = f"{files.url}/a.jsonl"
@@ -165,6 +145,6 @@ def test_a_copied_set_records_the_redirect_and_says_how_far_it_is(files, redirec
     with caplog.at_level("INFO"):
         fetch_sets(found, str(tmp_path / "cache"))
     (recorded,) = (tmp_path / "cache").glob("fetched/*/source.json")
-    assert json.loads(recorded.read_text()) == {"url": redirecting.url, "redirected_to": f"{files.url}/a.jsonl"}
+    assert json.loads(recorded.read_text()) == {"url": redirecting.url}
     size = len(files.files["a.jsonl"])
     assert f"data: {size:,} of {size:,} bytes of {redirecting.url}" in caplog.text

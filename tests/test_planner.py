@@ -15,6 +15,7 @@ from in_process import print_plan, train_here
 from processes import flags
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
+from tiny_pairs import write_pairs
 from torch.distributed.fsdp._fully_shard._fsdp_param import _chunk_with_empty
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Qwen3Config
@@ -29,8 +30,6 @@ from mini_trainer.objectives.objective import Objective, find_data_kind, make_ob
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.process_data import process_data
 from mini_trainer.run.auto_settings import MemoryCounter
 from mini_trainer.run.export import ExportParts
 from mini_trainer.run.exports import Exports
@@ -350,8 +349,7 @@ def test_auto_settings_are_planned_by_the_room_there_is(plan):
 def pairs(inputs, tmp_path_factory) -> dict:
     """Options of a dry run on random pairs."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.arrow"
-    made = dict(mock_data=40, block_size=24, format="preference", output_file=str(path), num_proc=1, preview=0)
-    process_data(group_options(ProcessDataOptions, **made, model_name_or_path=inputs["model_name_or_path"]))
+    write_pairs(path, inputs["model_name_or_path"], size=40)
     return inputs | dict(objective="preference", data_path=str(path))
 
 

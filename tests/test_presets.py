@@ -12,6 +12,7 @@ from refusals import refuse
 from small_runs import make_inputs
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
 from tiny_models import FAMILIES, load_source, save_model, save_tokenizer
+from tiny_pairs import write_pairs
 from tiny_vision import make_rows, save_vision_model, tokenize
 
 from mini_trainer.distributed.ending import RunError
@@ -25,8 +26,6 @@ from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.option_files import describe_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.problems.training import complete_rows
-from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.process_data import process_data
 from mini_trainer.run.export import ExportParts
 from mini_trainer.run.exports import check_export
 from mini_trainer.tools.sweep.settings import read_train
@@ -93,9 +92,7 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
         ),
         (dict(input_file="r", format="messages", objective="token-classification"), "--format classification"),
         (dict(mock_data=9, objective="sequence-classification"), "--format classification: --mock-data "),
-        (dict(mock_data=9, block_size=3, format="preference", objective="preference"), "--block-size 3: "),
-        (dict(mock_data=9, format="feedback", objective="reward"), "--objective reward needs "),
-        (dict(mock_data=9, format="feedback"), "--format feedback "),
+        (dict(mock_data=9, objective="preference"), "--format preference: --mock-data "),
         (dict(input_file="r", format="feedback", objective="preference"), "--objective preference needs "),
         (dict(input_file="r", format="preference"), "--objective preference or --objective reward"),
         (dict(data_path="d", preference_loss="ipo"), "--preference-loss: "),
@@ -169,9 +166,7 @@ def test_a_sanity_run_of_everything_there_is(data_of, method, world, tmp_path, c
         inputs = make_inputs(tmp_path, "llama_tied_bias")
     elif data_of in RANDOM:
         model = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path / "model"))
-        data = tmp_path / "d.arrow"
-        random = dict(mock_data=20, block_size=24, format=RANDOM[data_of], output_file=str(data), num_proc=1)
-        process_data(group_options(ProcessDataOptions, **random, model_name_or_path=str(model)))
+        data = write_pairs(tmp_path / "d.arrow", model, size=20, good=RANDOM[data_of] == "feedback")
         inputs = dict(model_name_or_path=str(model), data_path=str(data), objective=data_of)
     elif data_of == "images":
         model = save_vision_model(tmp_path, "qwen2-vl")

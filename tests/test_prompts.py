@@ -27,7 +27,6 @@ from vllm_standin import install_vllm
 from mini_trainer.data.chat.conversation import Chat, Completion, Remark, TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
-from mini_trainer.data.chat.rendering import Patience
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, find_format, read_example, read_fields
@@ -87,7 +86,7 @@ def find_tokenizer(name: str) -> PreTrainedTokenizerFast:
 def make_masker(name: str, **options: object) -> ChatMasker:
     tokenizer = find_tokenizer(name)
     stops = tokenizer.convert_tokens_to_ids(list(ALL[name][1]))
-    return ChatMasker(tokenizer, stop_token_ids=stops, allow_missing_stop_token=True, **options)
+    return ChatMasker(tokenizer, stop_token_ids=stops, missing_stop_token="allow", **options)
 
 
 def mask(masker: ChatMasker, row: dict) -> TokenizedChat | ValueError:
@@ -291,7 +290,7 @@ def test_prompts_of_which_the_template_leaves_something_out_are_refused():
 
 def test_classifiers_read_chats_in_the_form_that_the_template_writes():
     tokenizer = find_tokenizer("only parts")
-    text = LabelledTokenizer.render(type("", (), {"tokenizer": tokenizer, "patience": Patience()}), Chat([USER]))
+    text = LabelledTokenizer.render(type("", (), {"tokenizer": tokenizer}), Chat([USER]))
     assert text == f"user: How many?{IM_END}\n"
 
 

@@ -52,10 +52,9 @@ from mini_trainer.api.commands import (
 )
 from mini_trainer.api.errors import ERRORS, BadInputError, StorageError, make_error
 from mini_trainer.api.stub import STUB, make_stub
-from mini_trainer.data.chat.rendering import TemplateTooSlow, UnreadableContent
+from mini_trainer.data.chat.rendering import UnreadableContent
 from mini_trainer.data.chat.turns import UnknownPrompt
 from mini_trainer.data.rows.column_names import RefusedColumn
-from mini_trainer.data.rows.formats import UnknownFormat
 from mini_trainer.data.rows.parts import JoinedElsewhere
 from mini_trainer.data.rows.worker_pool import WorkerDied
 from mini_trainer.data.stores.remote import BrokenTransfer
@@ -355,7 +354,7 @@ def make_errors() -> list[BaseException]:
         PromptTooLong("m", "r"),
     ]
     errors += [WorkerDied(9), Stopped(), Stopped("m"), RefusedRedirect("m")]
-    of_rows = (JoinedElsewhere, BrokenTransfer, RefusedColumn, UnknownFormat, UnreadableContent, TemplateTooSlow)
+    of_rows = (JoinedElsewhere, BrokenTransfer, RefusedColumn, UnreadableContent)
     return errors + [kind("m") for kind in of_rows]
 
 

@@ -16,9 +16,9 @@ from make_tiny_model import train_tokenizer
 from small_runs import read_rows
 from tiny_data import write_jsonl
 
-from mini_trainer.data.tokenized.cache import find_outputs
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.data.tokenized.sidecar import find_outputs
 from mini_trainer.options import RowOptions, TrainOptions, group_options, parse_subset
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
@@ -200,23 +200,6 @@ def test_random_tokens_are_ordinary_ones_and_the_same_for_every_number_of_worker
     special = train_tokenizer([], vocab_size=300).all_special_ids
     assert not np.isin(ids, special).any()
     assert all(row["labels"] == row["input_ids"] and row["num_loss_counted_tokens"] == 6 for row in first)
-
-
-@pytest.mark.parametrize("kind", ["preference", "feedback"])
-def test_random_answers_share_their_prompt_and_are_read_back(kind, tokenizer_dir, tmp_path):
-    for length in (4, 5, 21):
-        path = tmp_path / f"{length}.arrow"
-        rows = tokenize(tokenizer_dir, path, mock_data=6, block_size=length, format=kind)
-        data = TokenizedData(path)
-        assert data.task.objective == kind
-        assert [data.read(row)["sequence_lengths"].sum() for row in range(6)] == 6 * [length]
-        for row in rows:
-            first, prompt = row["sequence_lengths"][0], length // 4
-            assert row["input_ids"][:prompt] == row["input_ids"][first : first + prompt]
-            is_trained = [label != -100 for label in row["labels"]]
-            assert is_trained == [place >= prompt for side in row["sequence_lengths"] for place in range(side)]
-    if kind == "feedback":
-        assert {row["good"][0] for row in rows} == {0.0, 1.0}
 
 
 def test_a_run_on_random_tokens_resumes_and_packs_as_any_other(model, world, tmp_path):

@@ -18,6 +18,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer import PretrainingConfig, TorchrunArgs, TrainingArgs, TrainingMode, run_training
 from mini_trainer.api.commands import (
+    list_notes,
     make_data_args,
     make_data_words,
     make_train_values,
@@ -25,7 +26,6 @@ from mini_trainer.api.commands import (
     name_arguments,
 )
 from mini_trainer.api.errors import BadInputError
-from mini_trainer.api.red_hat import list_notes
 from mini_trainer.api.tokenized import derive_data, names_tokenized
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import TrainOptions, flatten_options

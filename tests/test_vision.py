@@ -29,9 +29,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from mini_trainer.data.columns.base import IGNORED, VISION
 from mini_trainer.data.stores.image_files import load_processor, open_image
-from mini_trainer.data.tokenized.cache import find_outputs
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.data.tokenized.sidecar import find_outputs
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model

@@ -12,6 +12,7 @@ from typing import Any
 from mini_trainer.api.arguments import DataProcessArgs, TorchrunArgs, TrainingArgs
 from mini_trainer.api.commands import (
     list_callbacks,
+    list_notes,
     make_data_args,
     make_data_values,
     make_environment,
@@ -23,7 +24,6 @@ from mini_trainer.api.commands import (
     tokenizes_first,
 )
 from mini_trainer.api.errors import make_error
-from mini_trainer.api.red_hat import list_notes
 from mini_trainer.api.sent_callbacks import send_callbacks, write_modules
 from mini_trainer.api.tokenized import derive_data, names_tokenized
 from mini_trainer.data.stores.disk import identify_file, is_link_beside, read_metrics

@@ -95,9 +95,7 @@ def check(callback: Any, kind: type) -> None:
             )
         return
     checked = callback
-    if kind is not callback and issubclass(
-        kind, Callback
-    ):  # restored without its constructor, which may take arguments
+    if kind is not callback and issubclass(kind, Callback):  # restored without its constructor
         checked = type(kind.__name__, (kind,), {"__init__": lambda self: None})
     try:
         check_callback(checked, f"callbacks: {callback!r}")

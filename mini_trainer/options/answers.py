@@ -27,6 +27,7 @@ RENAMED: dict[str, str] = {
     "hub_license": "the license of the base model's card is taken over; change it in the repository's README.md",
     "lora_use_rslora": RANK_STABLE,
     "mock_length": "--block-size",
+    "as_chat": "--format alpaca --columns prompt=prompt completion=completion",
     "append_stop_token": "--missing-stop-token append",
     "allow_missing_stop_token": "--missing-stop-token allow",
     **dict.fromkeys(("plan_world_size", "plan_device"), "--plan-for 8, or 8xH100"),
@@ -45,6 +46,7 @@ REMOVED = {  # values that options had
     ("preference_loss", "robust"): "dpo with --label-smoothing, which also allows for swapped pairs",
     ("preference_loss", "hinge"): "dpo, or ipo, which also stops at a margin",
     ("preference_loss", "apo-down"): "apo-zero or dpo",
+    ("control_tokens", "as-text"): "refuse, as inference reads these tokens in prompts, too",
     ("track", "trackio"): "wandb, tensorboard or mlflow; the metrics files have every number",
 }
 PROGRAMS = {"train.py": list_types(TrainOptions), "process_data.py": list_types(ProcessDataOptions)}

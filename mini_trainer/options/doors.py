@@ -133,7 +133,6 @@ MASKED_FORMATS = Doors(
     }
 )
 NAMED_FORMATS = ("classification", *MASKED_FORMATS)
-RANDOM_FORMATS = ("preference", "feedback")  # that --mock-data has beside plain text
 
 ENGINES = Doors(
     {

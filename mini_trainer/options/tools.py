@@ -15,16 +15,14 @@ MOST_TOP_K = 256  # tokens that a teacher's file names of each position
 class ContentOptions:
     """Treatment of rows' texts (docs/reference/data.md); process_data.py alone has these options."""
 
-    control_tokens: Literal["keep", "as-text", "refuse"] = "keep"
+    control_tokens: Literal["keep", "refuse"] = "keep"
     """Control tokens of the tokenizer, such as <|im_end|>, inside contents. keep: they become these tokens, and rows
-    with them are counted; as-text: they are encoded as ordinary text; refuse: rows with them are invalid."""
+    with them are counted; refuse: rows with them are invalid."""
     template_args: tuple[str, ...] = ()
     """Arguments of the chat template, as NAME=VALUE with a JSON value or a text: enable_thinking=false. A row's own
     chat_template_kwargs override them. Use the same for inference."""
     strict_reasoning: bool = False
     """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
-    as_chat: bool = False
-    """With --format completion: make a chat of each row, the prompt as the user's message."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.stores.model_files import find_model
-from mini_trainer.data.tokenized.cache import find_outputs, locked
 from mini_trainer.data.tokenized.fetched import download_data_sets, fetch_sets, find_sets, locate_sets
+from mini_trainer.data.tokenized.sidecar import find_outputs, locked
 from mini_trainer.distributed.children import name_module, tie_to_this
 from mini_trainer.distributed.ending import ExitCode, log
 from mini_trainer.distributed.messages import print_as_is

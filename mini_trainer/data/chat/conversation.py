@@ -476,4 +476,3 @@ class Located:
     pictures: Pictures | None = None
     is_stop_appended: bool = False
     remarks: tuple[Remark, ...] = ()
-    plain: tuple[tuple[int, int], ...] = ()  # characters [start, end) that are encoded without control tokens

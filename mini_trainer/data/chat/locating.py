@@ -369,12 +369,9 @@ class PassageLocator:
         return replace(self, matcher=replace(self.matcher, as_prompted=False))
 
     def locate_each(self, chats: Sequence[PreparedChat | ValueError]) -> list[Located | ValueError]:
-        """The chats, rendered, or the error that makes one unusable. Raises ValueError if the template takes too long
-        for several of them."""
+        """The chats, rendered, or the error that makes one unusable."""
         rendered = self.renderer.render_each(chats)
-        located = [catch_error(self.locate, *pair) for pair in zip(rendered, chats, strict=True)]
-        self.renderer.patience.check()
-        return located
+        return [catch_error(self.locate, *pair) for pair in zip(rendered, chats, strict=True)]
 
     def locate_one(self, chat: Chat) -> Located:
         return self.locate(self.renderer.render_one(chat.messages, tools=chat.tools), prepare_chat(chat))

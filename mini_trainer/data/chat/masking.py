@@ -12,7 +12,7 @@ text of the generation prompt.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,6 @@ from mini_trainer.data.chat.locating import PassageLocator, TurnFinder
 from mini_trainer.data.chat.prompting import PromptMatcher, StopAppender, TemplateChecker, describe_open_turns
 from mini_trainer.data.chat.rendering import ChatRenderer, catch_error
 from mini_trainer.data.chat.tokens import (
-    AS_TEXT,
     KEEP,
     BorderEncoder,
     ByteEncoder,
@@ -41,7 +40,6 @@ from mini_trainer.data.chat.tokens import (
     TextMasker,
     encode_each,
     label_encoding,
-    mark_control,
     spans_border,
     text_of,
 )
@@ -209,24 +207,14 @@ class ChatLabeller:
             located = replace(located, remarks=(*located.remarks, Remark(DIVIDED)))
         is_prompted = encoding.ids[: len(prompt_ids)] == list(prompt_ids)
         divided = joined if is_prompted else sorted({*joined, *starts[:1]})
-        if (joined or located.plain) and located.pictures is not None:
-            raise ValueError("a row with images is tokenized whole, but its answers or control tokens need it in parts")
-        if (divided or located.plain) and located.pictures is None:
-            encoding = self.borders.divide(located.text, divided, plain=located.plain)
+        if joined and located.pictures is not None:
+            raise ValueError("a row with images is tokenized whole, but its answers need it in parts")
+        if divided and located.pictures is None:
+            encoding = self.borders.divide(located.text, divided)
         return label_encoding(encoding, located)
 
-    def mark_control(self, located: Located, chat: PreparedChat, renderer: ChatRenderer) -> Located:
-        """A chat, with the places of texts that are to be encoded without control tokens."""
-        control = self.borders.control
-        token = control.find(chat.values)
-        if token is None:
-            return located
-        places = []
-        if control.mode == AS_TEXT:
-            messages, texts = control.hide(chat.messages)
-            hidden = renderer.render_one(messages, tools=chat.tools)
-            places = control.locate(located.text, hidden.text, texts)
-        return mark_control(located, token, places, mode=control.mode)
+    def mark_control(self, located: Located, chat: PreparedChat) -> Located:
+        return self.borders.control.mark(located, chat.values)
 
 
 @dataclass(frozen=True)
@@ -265,8 +253,7 @@ class TemplateMasker:
     ) -> list[TokenizedChat | ValueError]:
         """Token ids and labels of chats, with the passages that `locator` finds.
 
-        Raises ValueError without a template, if no stop token can be appended, or if the template takes too long for
-        several of them.
+        Raises ValueError without a template, or if no stop token can be appended.
         """
         if self.tokenizer.chat_template is None:
             raise ValueError(
@@ -274,8 +261,7 @@ class TemplateMasker:
             )
         prepared = [catch_error(prepare_chat, chat) for chat in chats]
         located = locator.locate_each(prepared)
-        mark = partial(self.labeller.mark_control, renderer=self.renderer)
-        located = [catch_error(mark, *pair) for pair in zip(located, prepared, strict=True)]
+        located = [catch_error(self.labeller.mark_control, *pair) for pair in zip(located, prepared, strict=True)]
         if appends_stop:
             located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
         return self.labeller.label_each(located, prepared, divides=divides)
@@ -326,28 +312,18 @@ class TemplateMasker:
         return [*describe_open_turns(checker.open_turns, name, appended=appended), *notes]
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The treatment of contents' control tokens (data/chat/tokens.py), and the template's arguments, all of
-    which it has to read."""
-
-    control_tokens: str = KEEP
-    template_args: Mapping[str, Any] = field(default_factory=dict)
-
-
-AS_THEY_ARE = Contents()
-
-
 class ChatMasker:
     """Renders, tokenizes and masks rows with one tokenizer.
 
     `stop_token_ids`: tokens that end generation in addition to the tokenizer's eos token (see `load_stop_token_ids`).
-    `allow_missing_stop_token`: train assistant turns without a stop token, up to the end of their content.
-    `append_stop_token`: append one after a conversation's last turn if the template writes none there.
+    `missing_stop_token`: "allow" trains assistant turns without a stop token, up to the end of their content; "append"
+    puts one after a conversation's last turn if the template writes none there; "refuse" does neither.
     `expander`: puts images into conversations.
     `thinking_prefix`: "train-as-prompted" puts the generation prompt's text before the last answer (see
     data/chat/prompting.py).
     `strict_reasoning`: refuse answers whose reasoning the template leaves out.
+    `control_tokens`: "keep" or "refuse" those in contents (see data/chat/tokens.py).
+    `template_args`: arguments of the template, all of which it has to read.
     """
 
     def __init__(
@@ -355,25 +331,25 @@ class ChatMasker:
         tokenizer: Any,
         *,
         stop_token_ids: Sequence[int] = (),
-        allow_missing_stop_token: bool = False,
-        append_stop_token: bool = False,
+        missing_stop_token: str = "refuse",
         expander: ImageExpander | None = None,
         thinking_prefix: str = "as-rendered",
         strict_reasoning: bool = False,
-        contents: Contents = AS_THEY_ARE,
+        control_tokens: str = KEEP,
+        template_args: Mapping[str, Any] | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):  # mistral-common's has no such attribute
             raise ValueError(
                 f"{type(tokenizer).__name__} does not report which characters a token covers, so masks cannot be"
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
-        self.tokenizer, self.template_args = tokenizer, contents.template_args
-        borders = BorderEncoder(tokenizer, ByteEncoder(tokenizer), ControlTokens(tokenizer, contents.control_tokens))
+        self.tokenizer, self.template_args = tokenizer, template_args or {}
+        borders = BorderEncoder(tokenizer, ByteEncoder(tokenizer), ControlTokens(tokenizer, control_tokens))
         self.texts, self.labeller = TextMasker(tokenizer, borders), ChatLabeller(borders, expander)
         self.rules = TurnRules(
             stop_token_ids,
-            allows_missing_stop=allow_missing_stop_token,
-            appends_stop=append_stop_token,
+            allows_missing_stop=missing_stop_token == "allow",
+            appends_stop=missing_stop_token == "append",
             as_prompted=THINKING_PREFIXES[thinking_prefix],
             strict_reasoning=strict_reasoning,
         )

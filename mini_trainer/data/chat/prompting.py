@@ -30,7 +30,7 @@ from mini_trainer.data.chat.conversation import (
     TokenizedChat,
     has_calls,
 )
-from mini_trainer.data.chat.rendering import EXCHANGE, catch_error, check_in_child, prepare_for, takes_parts
+from mini_trainer.data.chat.rendering import EXCHANGE, catch_error, prepare_for, takes_parts
 from mini_trainer.data.chat.skeletons import Beginning, Render, Span
 from mini_trainer.data.chat.tokens import split_by_training
 from mini_trainer.data.chat.turns import Stops
@@ -266,10 +266,6 @@ class TemplateChecker:
 
     def check(self, name: str) -> list[str]:
         """Notes on the template. Raises ValueError, with the template's name, if it cannot be masked with certainty."""
-        try:
-            check_in_child(self.render_probes)
-        except ValueError as error:
-            raise ValueError(f"{name} cannot be used: {error}") from None
         for number, chat in enumerate(self.choose_probes()):
             (tokenized,) = self.mask([chat])
             if isinstance(tokenized, ValueError):
@@ -313,13 +309,6 @@ class TemplateChecker:
         probes = [chat for chat in self.mask(self.choose_probes()) if not isinstance(chat, ValueError)]
         stretches = [stretch for chat in probes for stretch in split_by_training(chat.input_ids, chat.labels)]
         return {ids[-1] for ids, is_trained in stretches if is_trained and self.ends_with_special_token(ids)}
-
-    def render_probes(self) -> None:
-        """Raises MemoryError if the template needs too much; other errors are ignored here, as `check` finds them."""
-        for chat in PROBES:
-            error = catch_error(self.render, [chat.messages], tools=chat.tools)
-            if isinstance(error, ValueError) and isinstance(error.__context__, MemoryError):
-                raise error.__context__
 
     def find_problem(self, tokenized: TokenizedChat, chat: Chat) -> str | None:
         """The problem with a probe's token ids or labels. Adds notes on properties of the template that are allowed but

@@ -8,11 +8,7 @@ transformers runs them in jinja's sandbox, which keeps them from files and proce
 """
 
 import json
-import multiprocessing
-import os
 import re
-import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,8 +45,6 @@ RESULT = {"role": "tool", "content": "sum: 5", "tool_call_id": "call00001", "nam
 RENDER_SECONDS = 20.0  # per call; a thousand ordinary chats take less than one second
 RENDER_BYTES = 4 << 30  # of memory, per call
 RENDER_CHARACTERS = 128 << 20  # per conversation, twice the longest row that is read
-MAX_NUM_SLOW = 3  # conversations over RENDER_SECONDS before rendering is given up
-TOO_MUCH_MEMORY = 3  # exit code
 
 LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # precedes a text in a printed list
 EXCHANGE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
@@ -115,10 +109,6 @@ class UnreadableContent(ValueError):
     """A message's content has a form that the chat template does not read."""
 
 
-class TemplateTooSlow(ValueError):
-    """A rendering took longer than RENDER_SECONDS."""
-
-
 @contextmanager
 def template_errors() -> Iterator[None]:
     """Converts any error of a template, which is a third-party program, to a ValueError."""
@@ -127,39 +117,10 @@ def template_errors() -> Iterator[None]:
             yield
     except UnreadableContent:
         raise
-    except TimeoutError as error:
-        raise TemplateTooSlow(f"the chat template fails: {error}") from None
     except MemoryError:
         raise ValueError(f"the chat template fails: needs more than {RENDER_BYTES >> 30} GiB") from None
     except Exception as error:
         raise ValueError(f"the chat template fails: {str(error) or type(error).__name__}") from None
-
-
-@dataclass
-class Patience:
-    """Renders rows within the limits. A row that exceeds the time is refused; after MAX_NUM_SLOW such rows all rows
-    are, because a file full of them would take days."""
-
-    num_slow: int = 0
-
-    @contextmanager
-    def render(self, num_conversations: int = 1) -> Iterator[None]:
-        """`template_errors` for rows. Only a conversation rendered alone counts as slow: many at once may take long."""
-        self.check()
-        try:
-            with template_errors():
-                yield
-        except TemplateTooSlow:
-            self.num_slow += num_conversations == 1
-            raise
-
-    def check(self) -> None:
-        """Raises ValueError after MAX_NUM_SLOW slow conversations."""
-        if self.num_slow >= MAX_NUM_SLOW:
-            raise ValueError(
-                f"the chat template takes longer than {RENDER_SECONDS:g} seconds for each of"
-                f" {self.num_slow} rows: use another (--chat-template), or leave such rows out"
-            )
 
 
 def check_length(text: str) -> str:
@@ -167,33 +128,6 @@ def check_length(text: str) -> str:
     if len(text) > RENDER_CHARACTERS:
         raise ValueError(f"the chat template writes {len(text):,} characters, allowed: {RENDER_CHARACTERS:,}")
     return text
-
-
-def check_in_child(function: Callable[[], object]) -> None:
-    """Calls `function` in a child process that can be killed, because one operation on huge numbers or texts cannot be
-    interrupted. Raises ValueError if it takes too long or too much memory. Only on Linux, where forking is safe."""
-    if sys.platform != "linux":
-        return
-
-    def run() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        try:
-            with memory_limit(RENDER_BYTES):
-                function()
-        except MemoryError:
-            os._exit(TOO_MUCH_MEMORY)
-
-    child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
-    child.start()
-    child.join(RENDER_SECONDS)
-    if child.is_alive():
-        child.kill()
-        child.join()
-        raise ValueError(f"takes longer than {RENDER_SECONDS:g} seconds")
-    if child.exitcode == TOO_MUCH_MEMORY:
-        raise ValueError(f"needs more than {RENDER_BYTES >> 30} GiB")
-    if child.exitcode != 0:
-        raise ValueError(f"ends its process with code {child.exitcode}")
 
 
 def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
@@ -364,7 +298,6 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, template_args: Mapping[str, Any]) -> None:
         check_template_args(tokenizer, template_args)
         self.tokenizer, self.template_args = tokenizer, template_args
-        self.patience = Patience()
 
     @cached_property
     def tells_time(self) -> bool:
@@ -412,7 +345,7 @@ class ChatRenderer:
             return [Rendered(text) for text in self.render(conversations, tools=tools)]
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with self.patience.render(len(conversations)):
+        with template_errors():
             texts, marked = render_jinja_template(
                 [prepare_for(self.tokenizer, messages) for messages in conversations],
                 tools=tools,
@@ -431,7 +364,7 @@ class ChatRenderer:
         generation_prompt: bool = False,
     ) -> list[str]:
         """The texts that `apply_chat_template` tokenizes."""
-        with self.patience.render(len(conversations)):
+        with template_errors():
             return self.tokenizer.apply_chat_template(
                 [prepare_for(self.tokenizer, messages) for messages in conversations],
                 tools=tools,

@@ -5,9 +5,7 @@ In byte-level vocabularies a token is some bytes. If the concatenated bytes of a
 they give each token's place: nothing is assumed about normalizers, pre-tokenizers or special tokens. If they are not,
 or if a requested place is within a token, the text is encoded again, with offsets.
 
-A control token is any added token, special or not, but for those of whitespace. `as-text` encodes contents with such a
-token by the same tokenizer without added tokens, apart from the template's text around them; all other rows keep their
-tokens.
+A control token is any added token, special or not, but for those of whitespace.
 
 A prompt that ends with a space, or with a line break, would otherwise share a token with the answer's beginning, which
 the model is never asked for.
@@ -29,7 +27,6 @@ from mini_trainer.data.chat.conversation import (
     Completion,
     Document,
     Located,
-    Message,
     Passage,
     Remark,
     TokenizedChat,
@@ -38,12 +35,9 @@ from mini_trainer.data.chat.conversation import (
 from mini_trainer.data.chat.rendering import catch_error, check_unicode
 from mini_trainer.data.columns.base import IGNORED
 
-KEEP, AS_TEXT, REFUSE = "keep", "as-text", "refuse"
-MODES = (KEEP, AS_TEXT, REFUSE)
-CONTROL, CONTROL_AS_TEXT = "control token", "control token as text"  # kinds of remarks on rows with one in a text
-HIDDEN = 0xF0000  # first of the characters that stand for hidden ones; for private use
-MAX_NUM_HIDDEN = 1000  # texts of a row with control tokens
-NEVER_WRITTEN = ("role", "type")  # keys of messages that are not contents
+KEEP, REFUSE = "keep", "refuse"
+MODES = (KEEP, REFUSE)
+CONTROL = "control token"  # kind of the remark on rows with one in a text
 
 LEADS = ("\n", ".", "1", "a")  # before a text that is to be encoded as the continuation of another
 
@@ -137,72 +131,21 @@ class ControlTokens:
     """The control tokens of one tokenizer, and what --control-tokens makes of them."""
 
     def __init__(self, tokenizer: Any, mode: str = KEEP) -> None:
-        self.tokenizer, self.mode = tokenizer, mode
-        found = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
-        self.ids = {token_id for token, token_id in found.items() if token.strip(" \t\r\n▁")}
-        tokens = sorted((token for token, token_id in found.items() if token_id in self.ids), key=len, reverse=True)
+        self.mode = mode
+        found = (token.content for token in tokenizer.added_tokens_decoder.values())
+        tokens = sorted((token for token in found if token.strip(" \t\r\n▁")), key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
-    def find(self, texts: Sequence[Any]) -> str | None:
-        """The first control token in the texts; values that are not texts have none."""
+    def mark(self, located: Located, texts: Sequence[Any]) -> Located:
+        """The row with a remark if its texts (values that are none count for nothing) have a control token. ValueError
+        if such rows are to be refused."""
         found = (self.pattern.search(text) for text in texts if isinstance(text, str))
-        return next((match[0] for match in found if match is not None), None)
-
-    @cached_property
-    def plain(self) -> ByteEncoder:
-        """Encodes texts as if the tokenizer had no control tokens."""
-        from tokenizers import Tokenizer
-        from transformers import PreTrainedTokenizerFast
-
-        state = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] not in self.ids]
-        return ByteEncoder(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state))))
-
-    def check(self, ids: Sequence[int], text: str) -> None:
-        """ValueError if tokens that `plain` made of the text have a control token."""
-        if not self.ids.isdisjoint(ids):
-            raise ValueError(f"the tokenizer cannot encode {self.find([text])!r} as text (--control-tokens as-text)")
-
-    def hide(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
-        """The messages with the letters of each text that has a control token replaced by one character for all of
-        them, and these texts, in order."""
-        texts: list[str] = []
-
-        def hide(value: Any, key: str = "") -> Any:
-            if isinstance(value, dict):
-                return {name: hide(item, name) for name, item in value.items()}
-            if isinstance(value, list):
-                return [hide(item, key) for item in value]
-            if key in NEVER_WRITTEN or not isinstance(value, str) or self.find([value]) is None:
-                return value
-            texts.append(value)
-            return re.sub(r"\S", chr(HIDDEN + len(texts) - 1), value)
-
-        hidden = [hide(message) for message in messages]
-        if len(texts) > MAX_NUM_HIDDEN:
-            raise ValueError(f"has {len(texts):,} texts with control tokens, allowed: {MAX_NUM_HIDDEN:,}")
-        return hidden, texts
-
-    def locate(self, rendered: str, hidden: str, texts: Sequence[str]) -> list[tuple[int, int]]:
-        """The place of each text in a rendered row, of which `hidden` is the rendering with them hidden; with the
-        spaces before it, which many vocabularies join with words.
-
-        Raises ValueError if the template changes one of them.
-        """
-        places, last = [], 0
-        for i, text in enumerate(texts):
-            start, end = hidden.find(chr(HIDDEN + i)), hidden.rfind(chr(HIDDEN + i)) + 1
-            as_it_is = rendered[start:end] == text.strip() and hidden[last:start] == rendered[last:start]
-            if start < last or not as_it_is or len(hidden) != len(rendered):
-                raise ValueError(
-                    f"the chat template changes a text with the control token {self.find([text])!r}, so it cannot be"
-                    f" encoded as text: use --control-tokens keep or refuse"
-                )
-            places.append((len(rendered[:start].rstrip(" ")), end))
-            last = end
-        if hidden[last:] != rendered[last:]:
-            raise ValueError("the chat template writes the row otherwise with other texts in place of control tokens")
-        return places
+        token = next((match[0] for match in found if match is not None), None)
+        if token is None:
+            return located
+        if self.mode == REFUSE:
+            raise ValueError(f"has the control token {token!r} in its texts (--control-tokens refuse)")
+        return replace(located, remarks=(*located.remarks, Remark(CONTROL, rendered=token)))
 
 
 @dataclass(frozen=True)
@@ -249,29 +192,16 @@ class BorderEncoder:
         self.encoder, self.control = encoder, control
         self.backend, self.eos = encoder.backend, (tokenizer.eos_token_id, tokenizer.eos_token)
 
-    def divide(self, text: str, starts: Sequence[int], *, plain: Sequence[tuple[int, int]] = ()) -> JoinedEncoding:
-        """The encodings of the text's parts, which begin at the `starts`; the `plain` parts [start, end) are encoded as
-        if the tokenizer had no control tokens."""
-        bounds = sorted({0, *starts, *chain.from_iterable(plain), len(text)})
-        texts = [text[start:end] for start, end in pairwise(bounds)]
-        is_plain = [any(start <= at < end for start, end in plain) for at in bounds[:-1]]
-        encodings = [self.encode(each, is_plain=one) for each, one in zip(texts, is_plain, strict=True)]
-        return self.join(texts, encodings, is_plain=is_plain)
+    def divide(self, text: str, starts: Sequence[int]) -> JoinedEncoding:
+        """The encodings of the text's parts, which begin at the `starts`."""
+        texts = [text[start:end] for start, end in pairwise(sorted({0, *starts, len(text)}))]
+        return self.join(texts, list(map(self.encode, texts)))
 
-    def encode(self, text: str, *, is_plain: bool = False, adds_special: bool = False) -> Any:
-        """The text's encoding; if `is_plain` as if the tokenizer had no control tokens, ValueError if it still has."""
-        if is_plain:
-            self.control.check(encode(text, self.control.plain).ids, text)
-        return encode(text, self.control.plain if is_plain else self.encoder, adds_special=adds_special)
+    def encode(self, text: str, *, adds_special: bool = False) -> Any:
+        (encoding,) = self.encoder.encode([text], add_special_tokens=adds_special)
+        return encoding
 
-    def join(
-        self,
-        texts: Sequence[str],
-        encodings: Sequence[Any],
-        *,
-        is_plain: Sequence[bool],
-        adds_special: bool = False,
-    ) -> JoinedEncoding:
+    def join(self, texts: Sequence[str], encodings: Sequence[Any], *, adds_special: bool = False) -> JoinedEncoding:
         """The encodings of the parts of one text; `adds_special`: the first is encoded as the tokenizer begins and ends
         texts, and keeps the beginning.
 
@@ -282,22 +212,27 @@ class BorderEncoder:
             before = "".join(texts[:i])
             part = Part(len(before), encodings[i])
             if not isinstance(part.encoding, ByteEncoding):  # whose tokens' bytes are the text's
-                encoder = self.control.plain if is_plain[i] else self.encoder
-                wholes = [
-                    encode(before + text, each, adds_special=adds_special).ids for each in {self.encoder, encoder}
-                ]
-                wholes = [ids[: len(ids) - self.count_ending(ids, text) * adds_special] for ids in wholes]
-                part = self.choose(parts, chain([part], list_continuations(part, text, encoder)), text, wholes)
+                whole = self.encode(before + text, adds_special=adds_special).ids
+                whole = whole[: len(whole) - self.count_ending(whole, text) * adds_special]
+                part = self.choose(parts, chain([part], self.list_continuations(part, text)), text, whole)
             parts.append(part)
         return JoinedEncoding(parts)
 
-    def choose(self, parts: Sequence[Part], candidates: Iterable[Part], text: str, wholes: list[list[int]]) -> Part:
+    def list_continuations(self, part: Part, text: str) -> Iterator[Part]:
+        """The text behind characters that share no token with it: without a space mark for its beginning."""
+        for lead in LEADS:
+            encoding = self.encode(lead + text)
+            if not spans_border(encoding, len(lead)):
+                skipped = find_token(encoding, len(lead), len(encoding.ids))
+                yield Part(part.start, encoding, lead=lead, skipped=skipped)
+
+    def choose(self, parts: Sequence[Part], candidates: Iterable[Part], text: str, whole: list[int]) -> Part:
         """The first of the text's encodings with which, after the `parts`, decoding gives the row's text, as it is or
-        as the tokenizer alters texts: this one alone, or all of them, whose tokens are the `wholes`."""
+        as the tokenizer alters texts: this one alone, or all of them, whose tokens are the `whole`."""
         first, *others = candidates
         ids = list(chain.from_iterable(part.ids for part in parts))
         before, alone = self.decode(ids), self.decode(first.ids)
-        wanted = {before + text, *map(self.decode, wholes)}
+        wanted = {before + text, self.decode(whole)}
         if leading_space(alone) == leading_space(text):  # not with a space mark of its own
             wanted.add(before + alone)
         for part in (first, *others):
@@ -315,11 +250,6 @@ class BorderEncoder:
         return self.backend.decode(ids, skip_special_tokens=False)
 
 
-def encode(text: str, encoder: ByteEncoder, *, adds_special: bool = False) -> Any:
-    (encoding,) = encoder.encode([text], add_special_tokens=adds_special)
-    return encoding
-
-
 def count_ending(ids: Sequence[int], text: str, eos_token_id: int | None, eos_token: str | None) -> int:
     """Last tokens with which the tokenizer ends a text by itself: one eos token that the text does not have."""
     return int(len(ids) > 1 and ids[-1] == eos_token_id and not text.endswith(eos_token))
@@ -327,15 +257,6 @@ def count_ending(ids: Sequence[int], text: str, eos_token_id: int | None, eos_to
 
 def leading_space(text: str) -> str:
     return text[: len(text) - len(text.lstrip())]
-
-
-def list_continuations(part: Part, text: str, encoder: ByteEncoder) -> Iterator[Part]:
-    """The text behind characters that share no token with it: without a space mark for its beginning."""
-    for lead in LEADS:
-        encoding = encode(lead + text, encoder)
-        if not spans_border(encoding, len(lead)):
-            skipped = find_token(encoding, len(lead), len(encoding.ids))
-            yield Part(part.start, encoding, lead=lead, skipped=skipped)
 
 
 def spans_border(encoding: Any, at: int) -> bool:
@@ -431,19 +352,10 @@ class TextMasker:
         else:
             text = check_unicode(row.prompt + row.completion)
             located = Located(text, [Passage(len(row.prompt), len(text), "completion")])
-        control = self.borders.control
-        token = control.find([located.text])
-        if token is None:
-            return located
-        return mark_control(located, token, [(0, len(located.text))], mode=control.mode)
+        return self.borders.control.mark(located, [located.text])
 
     def encode_documents(self, rows: Sequence[Document], located: Sequence[Located | ValueError]) -> list[Any]:
-        encodings = encode_each(self.borders.encoder, [text_of(found) for found in located], add_special_tokens=True)
-
-        def choose(encoding: Any, found: Located) -> Any:
-            return self.borders.encode(found.text, is_plain=True, adds_special=True) if found.plain else encoding
-
-        return [catch_error(choose, *each) for each in zip(encodings, located, strict=True)]
+        return encode_each(self.borders.encoder, [text_of(found) for found in located], add_special_tokens=True)
 
     def encode_completions(self, rows: Sequence[Completion], located: Sequence[Located | ValueError]) -> list[Any]:
         pairs = zip(rows, located, strict=True)
@@ -456,26 +368,13 @@ class TextMasker:
             )
             for name in ("prompt", "completion")
         )
-        return [catch_error(self.join, *each) for each in zip(usable, located, prompts, answers, strict=True)]
+        return [catch_error(self.join, *each) for each in zip(usable, prompts, answers, strict=True)]
 
-    def join(self, row: Completion, located: Located, prompt: Any, answer: Any) -> Any:
+    def join(self, row: Completion, prompt: Any, answer: Any) -> Any:
         """The completion's encoding, from those of its prompt and its answer."""
-        is_plain = bool(located.plain)
         if not row.prompt:
-            return self.borders.encode(row.completion, is_plain=is_plain, adds_special=True)
-        if is_plain:
-            prompt = self.borders.encode(row.prompt, is_plain=True, adds_special=True)
-            answer = self.borders.encode(row.completion, is_plain=True)
-        texts = (row.prompt, row.completion)
-        return self.borders.join(texts, (prompt, answer), is_plain=(is_plain, is_plain), adds_special=True)
-
-
-def mark_control(located: Located, token: str, places: Sequence[tuple[int, int]], *, mode: str) -> Located:
-    """A row whose texts have a control token, at the `places`. ValueError if such rows are to be refused."""
-    if mode == REFUSE:
-        raise ValueError(f"has the control token {token!r} in its texts (--control-tokens refuse)")
-    remark = Remark(CONTROL_AS_TEXT if mode == AS_TEXT else CONTROL, rendered=token)
-    return replace(located, plain=tuple(places) if mode == AS_TEXT else (), remarks=(*located.remarks, remark))
+            return self.borders.encode(row.completion, adds_special=True)
+        return self.borders.join((row.prompt, row.completion), (prompt, answer), adds_special=True)
 
 
 def encode_each(encoder: ByteEncoder, texts: Sequence[str | ValueError], *, add_special_tokens: bool) -> list[Any]:

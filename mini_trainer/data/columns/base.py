@@ -107,10 +107,6 @@ class Columns(ABC):
     def make_row(self, tokens: Any) -> dict[str, Any]:
         """The columns of a tokenized row, without those that are null."""
 
-    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> Any:
-        """A tokenized row of `length` tokens that are drawn from `token_ids` (n,), for --mock-data."""
-        raise ValueError("--mock-data has no rows with labels: give rows")
-
     def encode(self, samples: Sequence[Any]) -> pa.RecordBatch:
         """The columns of tokenized rows."""
         return pa.RecordBatch.from_pylist([self.make_row(tokens) for tokens in samples], schema=self.schema)

@@ -28,9 +28,8 @@ NUM_LABELS_DRAWN = 20
 class LabelledColumns(Columns):
     """Rows whose labels the data set names."""
 
-    optional: ClassVar = {
-        TYPES_COLUMN: np.int8(0)
-    }  # which text of a pair each token is of; null where all are of the first
+    # Which text of a pair each token is of; null where all are of the first.
+    optional: ClassVar = {TYPES_COLUMN: np.int8(0)}
     has_labels = True
 
     def describe(self, task: DataTask) -> str:

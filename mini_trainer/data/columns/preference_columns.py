@@ -9,7 +9,6 @@ from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Columns, Dat
 from mini_trainer.data.columns.token_columns import TextColumns
 
 if TYPE_CHECKING:
-    from mini_trainer.data.chat.conversation import TokenizedChat
     from mini_trainer.data.columns.encoding import TokenizedFeedback, TokenizedPair
 
 MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, GOOD_COLUMN = "margin", "pair_weight", "good"
@@ -57,11 +56,6 @@ class PreferenceColumns(TextColumns):
         numbers = {MARGIN_COLUMN: tokens.margin, PAIR_WEIGHT_COLUMN: tokens.weight}
         return row | {name: [number] for name, number in numbers.items() if number is not None}
 
-    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> "TokenizedPair":
-        from mini_trainer.data.columns.encoding import pair_up
-
-        return pair_up(*make_random_answers(random, token_ids, length))
-
     describe_data, encode = Columns.describe_data, Columns.encode
 
 
@@ -102,27 +96,10 @@ class FeedbackColumns(TextColumns):
         weight = {} if tokens.weight is None else {PAIR_WEIGHT_COLUMN: [tokens.weight]}
         return row | {GOOD_COLUMN: [float(tokens.is_good)]} | weight
 
-    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> "TokenizedFeedback":
-        from mini_trainer.data.columns.encoding import add_mismatched
-
-        return add_mismatched(*make_random_answers(random, token_ids, length), is_good=bool(random.integers(2)))
-
     describe_data, encode = Columns.describe_data, Columns.encode
 
 
 PREFERENCES, FEEDBACKS = PreferenceColumns(), FeedbackColumns()
-
-
-def make_random_answers(random: np.random.Generator, token_ids: np.ndarray, length: int) -> "list[TokenizedChat]":
-    """Two sequences of `length` tokens together: half of each is a common prompt, the rest is trained on."""
-    from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
-
-    prompt = random.choice(token_ids, length // 4).tolist()
-    sides = []
-    for num_tokens in (-(-length // 2), length // 2):
-        answer = random.choice(token_ids, num_tokens - len(prompt)).tolist()
-        sides.append(TokenizedChat(prompt + answer, [TrainedSpan(len(prompt), num_tokens, "random")]))
-    return sides
 
 
 def check_number(sample: Sample, name: str, row: RowFacts, *, least: float, most: float = LARGEST) -> None:

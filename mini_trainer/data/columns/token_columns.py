@@ -72,12 +72,6 @@ class TextColumns(Columns):
         }
         return row | {WEIGHTS_COLUMN: tokens.loss_weights} if tokens.is_weighted else row
 
-    def make_random(self, random: np.random.Generator, token_ids: np.ndarray, length: int) -> "TokenizedChat":
-        """All tokens are trained on."""
-        from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
-
-        return TokenizedChat(random.choice(token_ids, length).tolist(), [TrainedSpan(0, length, "random")])
-
     def encode(self, samples: "Sequence[TokenizedChat]") -> pa.RecordBatch:
         from mini_trainer.data.columns.encoding import encode_texts
 

@@ -8,27 +8,31 @@ rows with images become conversations with bare image parts, and the place of ea
 | in a column, images or image: X for each <image> in a text, or each {"type": "image"}    |
 
 X is the path of a file, relative to the row's file; a data: URL; {"path": ..., "bytes": ...}; or bytes.
+
+Cells of tables that hold messages as JSON text, and chats whose last messages answer a prompt, are read here too.
 """
 
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.chat.conversation import (
+    ASSISTANT,
     IMAGE_PART,
     PRETRAIN,
     Chat,
-    Completion,
     Document,
+    Message,
     is_text_part,
     list_parts,
 )
-from mini_trainer.data.rows.column_names import Fields, translate_marks
-from mini_trainer.data.rows.turn_texts import parse_lists
+from mini_trainer.data.rows.column_names import TURNS, Fields
 from mini_trainer.data.rows.values import read_message, refuse_non_json
 from mini_trainer.data.stores.image_files import as_data_url
-from mini_trainer.data.stores.json_lines import quote, read_embedded_json
+from mini_trainer.data.stores.json_lines import parse_json, quote, read_embedded_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -101,12 +105,6 @@ def build_chat(messages: list[Any], row: Fields) -> Chat:
     return Chat(messages, unmask=bool(unmask), tools=read_tools(row), template_args=read_template_args(row))
 
 
-def build_dialogue(completion: Completion, row: Fields) -> Chat:
-    """The chat of a prompt and its completion, with the row's system prompt."""
-    messages = [{"role": "user", "content": completion.prompt}, {"role": "assistant", "content": completion.completion}]
-    return build_chat(read_system(row) + messages, row)
-
-
 def read_template_args(row: Fields) -> Fields | None:
     """The template's arguments for this row: an object, or one as JSON text."""
     given = row.get(TEMPLATE_ARGS)
@@ -118,11 +116,16 @@ def read_template_args(row: Fields) -> Fields | None:
 
 
 def read_marks(message: Fields, number: int) -> Fields:
-    """`translate_marks`, with the message's number in errors."""
-    try:
-        return translate_marks(message)
-    except ValueError as error:
-        raise ValueError(f"message {number} ({message['role']}) {error}") from None
+    """The message with Axolotl's `training` as `train`."""
+    if "training" not in message:
+        return message
+    translated = {key: value for key, value in message.items() if key != "training"}
+    if message["training"] is None:
+        return translated
+    if message.get("train") is not None:
+        where = f"message {number} ({message['role']})"
+        raise ValueError(f"{where} has both 'train' and 'training', which mean the same: leave one out")
+    return translated | {"train": message["training"]}
 
 
 def check_message(message: Any, number: int) -> None:
@@ -198,7 +201,7 @@ def require_one_text(row: Fields, *keys: str) -> str:
 
 MARKER = "<image>"  # LLaVA's marker
 IMAGE_COLUMNS = ("images", "image")
-TURNS = {"messages": "content", "conversations": "value"}
+CONTENT_KEYS = {"messages": "content", "conversations": "value"}
 
 
 @dataclass(frozen=True)
@@ -225,13 +228,13 @@ def take_images(fields: Fields) -> tuple[Fields, list[Any]]:
     """The row with bare image parts, and the value of each of them, in the order of the text."""
     waiting = read_column(fields)
     num_given = len(waiting)
-    key = next((key for key in TURNS if isinstance(fields.get(key), list)), None)
+    key = next((key for key in CONTENT_KEYS if isinstance(fields.get(key), list)), None)
     if key is None:
         if waiting:
             raise ValueError("has images but no messages or conversations")
         return fields, []
     found: list[Any] = []
-    turns = [take_from_turn(turn, TURNS[key], waiting, found, has_column=num_given > 0) for turn in fields[key]]
+    turns = [take_from_turn(turn, CONTENT_KEYS[key], waiting, found, has_column=num_given > 0) for turn in fields[key]]
     if waiting:
         raise ValueError(f"{num_given} images, but the texts have places for {num_given - len(waiting)} ({MARKER})")
     return {**fields, key: turns}, found
@@ -272,3 +275,82 @@ def take_from_turn(turn: Any, key: str, waiting: list[Any], found: list[Any], *,
         found.append(waiting.pop(0) if value is None else value)
         parts.append(IMAGE_PART)
     return {**turn, key: parts}
+
+
+def check_ends(messages: list[Message], num_prompt: int, name: str) -> None:
+    """Raises ValueError for a prompt that ends within the assistant's turn, and an answer that ends outside of it."""
+    check_prompt(messages[:num_prompt])
+    if messages[-1]["role"] != ASSISTANT:
+        raise ValueError(f"{name} ends with the role {messages[-1]['role']!r}, expected an assistant's message")
+
+
+def check_prompt(prompt: list[Message]) -> None:
+    """Raises ValueError for a prompt that ends within the assistant's turn."""
+    if prompt[-1]["role"] == ASSISTANT:
+        raise ValueError(
+            "the prompt ends with an assistant's message, and it is not known whether the answer continues it or is"
+            " another message: make it part of the answer, or end the prompt with a user's message"
+        )
+
+
+def leave_untrained(chat: Chat, num_messages: int) -> Chat:
+    """The chat, of which the first messages are not trained."""
+    prompt = [{key: value for key, value in message.items() if key != "weight"} for message in chat.messages]
+    untrained = [message | {"train": False} for message in prompt[:num_messages]]
+    return replace(chat, messages=[*untrained, *chat.messages[num_messages:]])
+
+
+PRINTED = re.compile(r"\[\{'(?:role|content|from|value|tool_calls)':")  # how pandas writes lists to .csv
+PRINTED_WORDS = re.compile(r"\[(?:'[^']*'|\"[^\"]*')[,\]\s]")
+ANSWERS = ("prompt", "completion", "generation", "chosen", "chosen_response", "rejected", "rejected_response")
+
+
+def parse_turns(row: Fields, names: Iterable[str] = ANSWERS) -> Fields:
+    """The row with lists of messages in place of their JSON texts, in `messages`, `conversations` and the columns
+    `names`, which may hold other texts. ValueError if `messages` or `conversations` begin a list that is not JSON, and
+    for lists as Python prints them."""
+    parsed = {}
+    for name in (*TURNS, *names):
+        text = row.get(name)
+        if not begins_list(text):
+            continue
+        if PRINTED.match(text) and text.rstrip().endswith("]"):
+            raise ValueError(f"{name!r} is a list of messages as Python prints it, not JSON: write it with json.dumps")
+        parsed[name] = read_embedded_json(text, repr(name)) if name in TURNS else parse_if_turns(text)
+    return row | parsed if parsed else row
+
+
+def parse_lists(row: Fields, names: Iterable[str]) -> Fields:
+    """The row with lists of texts and numbers in place of their JSON texts. ValueError for lists as Python prints
+    them."""
+    parsed = {}
+    for name in names:
+        text = row.get(name)
+        if not begins_list(text):
+            continue
+        if PRINTED_WORDS.match(text):
+            raise ValueError(f"{name!r} is a list as Python prints it, not JSON: write it with json.dumps")
+        value = parse_text(text)
+        if isinstance(value, list) and value and all(isinstance(one, str | int | float) for one in value):
+            parsed[name] = value
+    return row | parsed if parsed else row
+
+
+def begins_list(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip()[:1] == "["
+
+
+def parse_if_turns(text: str) -> Any:
+    """Parses messages or ShareGPT turns from JSON text; other texts stay unchanged."""
+    value = parse_text(text)
+    if not value or not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        return text
+    return value if all("role" in one or {"from", "value"} <= one.keys() for one in value) else text
+
+
+def parse_text(text: str) -> Any:
+    """The JSON value of the text; the text itself if it is not JSON."""
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text

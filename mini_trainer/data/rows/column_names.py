@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-from mini_trainer.data.chat.conversation import ASSISTANT, Message
 from mini_trainer.data.stores.json_lines import quote
 
 Fields = dict[str, Any]
@@ -53,9 +52,11 @@ HINTS = {
     "images": "--images reads images of chats",
     "system": "a system prompt can be a message of its own",
     "system_prompt": "a system prompt can be a message of its own",
+    "loss": "a message's loss (true or false) is its train here",
+    "loss_scale": "a message's loss_scale is its weight here, from 0 to 1",
 }
 TURNS = ("messages", "conversations")
-MARKS = ("train", "training", "weight", "loss", "loss_scale")  # keys of messages that are read
+MARKS = ("train", "training", "weight")  # keys of messages that are read
 NUM_COLUMNS_SHOWN = 30
 MAX_NUM_COLUMNS = 200  # further unread columns are counted together
 WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
@@ -151,7 +152,8 @@ def refuse_columns(refused: Mapping[str, Any], why: str) -> RefusedColumn:
         f"{name!r} ({reprlib.repr(value)}), which says {find_meaning(name) or find_meaning(name.rpartition('.')[2])}"
         for name, value in refused.items()
     ]
-    hints = "".join(f"; {hint}" for hint in dict.fromkeys(HINTS[name] for name in refused if name in HINTS))
+    keys = [name.rpartition(".")[2] for name in refused]
+    hints = "".join(f"; {hint}" for hint in dict.fromkeys(HINTS[key] for key in keys if key in HINTS))
     without = "it" if len(refused) == 1 else "them"
     return RefusedColumn(
         f"has {', and '.join(found)}. {why}, so the file is refused. Remove the rows that should not be trained as they"
@@ -228,48 +230,6 @@ def check_keys(
     if refused:
         raise refuse_columns(refused, "Such keys of messages, and of their contents' parts, are not read")
     return checked
-
-
-def translate_marks(message: Message) -> Message:
-    """The message with other trainers' marks as `train` and `weight`.
-
-    ms-swift's `loss` and `loss_scale` apply to the assistant's messages only, and a false `loss` overrides the scale.
-    Axolotl's `training` is `train`.
-    """
-    if message.keys().isdisjoint(("loss", "loss_scale", "training")):
-        return message
-    marks = {key: message[key] for key in MARKS if message.get(key) is not None}
-    for ours, others in (("train", ("training", "loss")), ("weight", ("loss_scale",))):
-        given = [key for key in (ours, *others) if key in marks]
-        if len(given) > 1:
-            raise ValueError(f"has both {given[0]!r} and {given[1]!r}, which mean the same: leave one out")
-    translated = {key: value for key, value in message.items() if key not in ("training", "loss", "loss_scale")}
-    if "training" in marks:
-        translated["train"] = read_switch("training", marks["training"])
-    is_trained = read_switch("loss", marks["loss"]) if "loss" in marks else None
-    scale = read_scale(marks["loss_scale"]) if "loss_scale" in marks else None
-    if message.get("role") != ASSISTANT:
-        return translated
-    if is_trained is not None:
-        translated["train"] = is_trained
-    if scale is not None and is_trained is not False:
-        translated["weight"] = scale
-    return translated
-
-
-def read_switch(key: str, value: Any) -> bool:
-    if isinstance(value, list | dict | str) or value not in (True, False):
-        raise ValueError(f"has {key!r}: {value!r}, allowed: true, false")
-    return bool(value)
-
-
-def read_scale(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError(
-            f"has 'loss_scale': {value!r}, allowed: numbers from 0 to 1; divide those of all messages by the"
-            " largest one"
-        )
-    return value
 
 
 def describe_unread(tally: Counter[str], ignored: Collection[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Splits files into chunks of raw rows: .jsonl, .json, .csv, .tsv, .parquet and .txt, also compressed; directories;
 and such files in object stores and on web servers (data/stores/remote.py).
 
-Rows are not parsed here, and no file is held in memory. A row longer than MAX_ROW_BYTES is skipped.
+Rows are not parsed here, and no file is held in memory but a JSON list. A row longer than MAX_ROW_BYTES is skipped.
 
 A file has sections, which can be read without the rows before them and have chunks of their own: of .jsonl the rows
 whose first byte lies in [k * SECTION_BYTES, (k + 1) * SECTION_BYTES), of .parquet some consecutive row groups. Other
@@ -199,11 +199,8 @@ def describe_skipped(sources: Sequence[Source]) -> list[str]:
     """A note on each folder that has files with endings that are not read."""
     folders = dict.fromkeys(source.folder for source in sources if source.folder is not None and source.folder.skipped)
     return [
-        f"{folder.name}: {len(folder.skipped):,} file{'s are' if len(folder.skipped) > 1 else ' is'} not read, because"
-        " of the ending:"
-        f" {', '.join(map(repr, folder.skipped[:NUM_SKIPPED_SHOWN]))}"
-        f"{f' and {len(folder.skipped) - NUM_SKIPPED_SHOWN} more' * (len(folder.skipped) > NUM_SKIPPED_SHOWN)};"
-        f" files of rows end in {ENDINGS_IN_WORDS}"
+        f"{folder.name}: {len(folder.skipped):,} file{'s' * (len(folder.skipped) > 1)} of other kinds not read, such as"
+        f" {', '.join(map(repr, folder.skipped[:NUM_SKIPPED_SHOWN]))}; files of rows end in {ENDINGS_IN_WORDS}"
         for folder in folders
     ]
 

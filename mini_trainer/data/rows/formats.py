@@ -23,7 +23,9 @@ from mini_trainer.data.rows.chat_rows import (
     TEMPLATE_ARGS,
     ImageFolders,
     build_chat,
-    build_dialogue,
+    check_prompt,
+    leave_untrained,
+    parse_turns,
     read_alpaca,
     read_messages,
     read_sharegpt,
@@ -37,19 +39,15 @@ from mini_trainer.data.rows.column_names import (
     ASKING,
     MEANINGS,
     PROMPTING,
-    TURNS,
     Fields,
-    RefusedColumn,
     check_columns,
     check_messages,
     drop_ignored,
     list_paths,
     look_up,
-    quote_names,
 )
 from mini_trainer.data.rows.files import Chunk, iterate_rows
 from mini_trainer.data.rows.lines import parse_row
-from mini_trainer.data.rows.turn_texts import check_prompt, leave_untrained, parse_turns
 from mini_trainer.data.stores.json_lines import quote
 from mini_trainer.options.doors import TEXT_FORMATS
 
@@ -66,7 +64,6 @@ class FieldPaths:
     """Paths in rows to the values that their format reads under other names; a dot leads to a nested key.
 
     `ignored`: columns to ignore, even if the format would read them. `data_format`: the rows' if the user has named it.
-    `as_chat`: completions become chats.
     """
 
     messages: str | None = None
@@ -76,7 +73,6 @@ class FieldPaths:
     system: str | None = None
     ignored: tuple[str, ...] = ()
     data_format: str | None = None
-    as_chat: bool = False
 
     @property
     def given(self) -> dict[str, str]:
@@ -90,10 +86,6 @@ class FieldPaths:
 
 
 OWN_NAMES = FieldPaths()
-
-
-class UnknownFormat(ValueError):
-    """A row without the keys of its file's format, or of any."""
 
 
 def read_text_row(
@@ -114,22 +106,12 @@ def read_text_row(
     fields, found = read_fields(values, chunk.format, paths=paths, tally=tally, also_read=also_read), []
     if folders is not None:
         fields, found = take_images(fields)
-    try:
-        example = read_example(fields, chunk.format, is_given=is_given, takes_images=folders is not None)
-    except UnknownFormat as error:
-        raise (
-            error
-            if paths.given
-            else ValueError(
-                f"{error}; other names: --columns messages=NAME, or for a chat of a question and an answer --format"
-                " alpaca --columns prompt=question completion=answer"
-            )
-        ) from None
+    example = read_example(fields, chunk.format, is_given=is_given, takes_images=folders is not None)
     if folders is not None and isinstance(example, Chat):
         return [replace(example, images=tuple(folders.find_path(value, chunk.file) for value in found))]
     if found:
         raise ValueError("has images but is not a conversation: write its text as a user's message")
-    return [build_dialogue(example, fields) if paths.as_chat and isinstance(example, Completion) else example]
+    return [example]
 
 
 def read_fields(
@@ -142,7 +124,6 @@ def read_fields(
 ) -> Fields:
     """The row under the names of its format, without ignored columns. Raises RefusedColumn for an unread column that
     changes the objective."""
-    refuse_ignored(row, data_format, paths)
     row = drop_ignored(row, paths.ignored, tally)
     answered = list_conversation(row, paths) if data_format in (None, "completion") else ()
     also_read = (*also_read, *OF_CHATS) if answered else also_read
@@ -150,7 +131,7 @@ def read_fields(
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
     replaced = {name for key in given for name in own.get(key, (paths.rename(key),))}
     own_columns = list_formats()[data_format].columns if data_format in TEXT_FORMATS else ()
-    read = {*own_columns, *also_read, *(OF_CHATS if paths.as_chat else ())} - replaced
+    read = {*own_columns, *also_read} - replaced
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
     # Chats often repeat their first question in a column; an answer chosen by a path may lack its question. A prompt's
     # columns are no reason to refuse rows that have nothing else to train.
@@ -159,19 +140,6 @@ def read_fields(
     check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally)
     fields = parse_turns(rename_fields(row, paths, also_read), answered)
     return check_messages(fields, paths.ignored, tally, also=answered)
-
-
-def refuse_ignored(row: Fields, data_format: str | None, paths: FieldPaths) -> None:
-    """RefusedColumn if the row's format needs an ignored column."""
-    needed = {f"{turns}.{key}" for turns in TURNS for key in ("role", "content", "from", "value")}
-    needed |= set(paths.given.values())
-    found = find_format(row)
-    kept = {name: value for name, value in row.items() if name not in paths.ignored}
-    if not paths.given and found is not None and find_format(kept) is None and data_format in (None, found):
-        needed |= {name for choices in TEXT_FORMATS[found].keys for name in choices}
-    names = [name for name in paths.ignored if name in needed]
-    if names:
-        raise RefusedColumn(f"--ignore-columns {quote_names(names)}: rows are read from there and cannot be without it")
 
 
 def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:
@@ -228,9 +196,7 @@ def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = (
         found["conversations"], beside = found.pop("messages"), BESIDE["conversations"]
     if "completion" in found:
         beside = ("prompt",)
-    if paths.as_chat:
-        beside = (*beside, *OF_CHATS)
-    elif paths.data_format in ("alpaca", "sharegpt"):
+    if paths.data_format in ("alpaca", "sharegpt"):
         beside = TEXT_FORMATS[paths.data_format].columns
         found = {paths.rename(name): value for name, value in found.items()}
     return {name: row[name] for name in (*beside, *also_read) if name in row} | found
@@ -259,7 +225,10 @@ def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_
             f"{name}: {' and '.join(map(' or '.join, TEXT_FORMATS[name].keys))}" for name in TEXT_FORMATS
         )
         wanted = f"not a {data_format} row" if data_format else "unrecognised format"
-        raise UnknownFormat(f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}")
+        raise ValueError(
+            f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}; other names: --columns messages=NAME,"
+            " or for a chat of a question and an answer --format alpaca --columns prompt=question completion=answer"
+        )
     if found != data_format and not is_given:
         raise ValueError(f"format differs from the file's: {found}, but the first row is {data_format}")
     example = list_formats()[data_format].read(row)

@@ -6,16 +6,15 @@ from typing import Any
 
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.rendering import (
-    Patience,
     catch_error,
     check_length,
     check_template_args,
     check_unicode,
     prepare_for,
+    template_errors,
 )
 from mini_trainer.data.columns.base import IGNORED, TOKENS
-from mini_trainer.data.rows.labelled import Content, Labelled, TextPair, Words
-from mini_trainer.data.rows.labels import Labels, count_classes
+from mini_trainer.data.rows.labelled import Content, Labelled, Labels, TextPair, Words, count_classes
 from mini_trainer.distributed.messages import one_line
 
 NUM_WORDS_SHOWN = 8  # words with labels shown of a printed sample
@@ -67,7 +66,6 @@ class LabelledTokenizer:
                 " tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.labels = tokenizer, labels
-        self.patience = Patience()
         self.max_length = max_length if truncates else None
         tokenizer(["a"])  # sets the tokenizer to neither truncate nor pad
         self.backend = tokenizer.backend_tokenizer
@@ -78,7 +76,6 @@ class LabelledTokenizer:
         """Each row's tokens and target, or the error that makes it unusable."""
         targets = [catch_error(self.labels.encode, row) for row in rows]
         prepared = [catch_error(self.prepare, row.content) for row in rows]
-        self.patience.check()
         by_kind: dict[tuple[bool, bool], list[int]] = {}
         for i, (row, text) in enumerate(zip(rows, prepared, strict=True)):
             if not isinstance(text, ValueError):
@@ -114,7 +111,7 @@ class LabelledTokenizer:
             )
         args = chat.template_args or {}
         check_template_args(self.tokenizer, args)
-        with self.patience.render():
+        with template_errors():
             messages = prepare_for(self.tokenizer, chat.messages)
             text = self.tokenizer.apply_chat_template(messages, tools=chat.tools, tokenize=False, **args)
         return check_unicode(check_length(text))

@@ -1,6 +1,7 @@
 """Divides the bytes of a file into rows: lines, elements of a JSON list, rows of a table, or a whole text.
 
-Rows are not parsed. One longer than MAX_ROW_BYTES is skipped, and only its beginning is held in memory.
+Rows are not parsed. One longer than MAX_ROW_BYTES is skipped, and only its beginning is held in memory. A JSON list is
+read whole.
 """
 
 import csv
@@ -8,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, BinaryIO, Literal
 
 from mini_trainer.data.stores.json_lines import (
@@ -70,7 +72,8 @@ def split_table(lines: Iterable[Line], ending: str) -> Iterator[Line]:
         except csv.Error as error:
             if "unexpected end of data" in str(error):
                 raise OSError(f"a quote in line {cells.first_line} opens a cell that does not end") from None
-            reason = explain_error(str(error), cells)
+            where = "" if cells.first_line == cells.last_line else f" (lines {cells.first_line} to {cells.last_line})"
+            reason = f"not a row of a table{where}: {error}"
             if columns is None:
                 raise OSError(f"line {cells.first_line}, the header: {reason}") from None
             yield cells.first_line, BadRow(cells.beginning, reason)
@@ -81,15 +84,6 @@ def split_table(lines: Iterable[Line], ending: str) -> Iterator[Line]:
             yield cells.first_line, b""
         else:
             yield cells.first_line, make_row(row, columns, cells)
-
-
-def explain_error(error: str, cells: CellReader) -> str:
-    where = "" if cells.first_line == cells.last_line else f" (lines {cells.first_line} to {cells.last_line})"
-    if "expected after" in error:
-        return f"text follows a closing quote{where}: in a quoted cell, quotes are written twice"
-    if "new-line character" in error:
-        return "a carriage return within the line: lines must end with a line feed"
-    return f"not a row of a table{where}: {error}"
 
 
 def make_row(row: list[str], columns: list[str], cells: CellReader) -> dict[str, str] | BadRow | TooLong:
@@ -134,17 +128,10 @@ def check_header(row: list[str], cells: CellReader, ending: str) -> list[str]:
 
 
 BLOCK_BYTES = 1 << 20
+MAX_LIST_BYTES = 2 << 30  # of a file that is one JSON list
+SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 Encoding = Literal["json", "text", "table", "arrow"]
-
-# Text without delimiters, skipped in one match: in a string up to its end; within an element up to a bracket, between
-# elements also up to a comma, with strings as wholes. A match stops early after 99 escapes or strings, which bounds its
-# memory; the next character is then handled by itself. Possessive groups would need no such bound, but Python 3.11.2
-# matches them wrongly.
-STRING = rb'[^"\\]*+(?:\\.[^"\\]*+){0,99}'
-IN_STRING = re.compile(STRING, re.DOTALL)
-IN_ELEMENT = re.compile(rb'[^"\[\]{}]*+(?:"' + STRING + rb'"[^"\[\]{}]*+){0,99}', re.DOTALL)
-BETWEEN_ELEMENTS = re.compile(rb'[^"\[\]{},]*+(?:"' + STRING + rb'"[^"\[\]{},]*+){0,99}', re.DOTALL)
 
 LIST = "is a JSON list, but in .jsonl each line is a row: give the file the ending .json"
 SPREAD = (
@@ -209,79 +196,35 @@ def split_lines(stream: BinaryIO, number: int = 0) -> Iterator[Line]:
 
 
 def split_json_list(stream: BinaryIO) -> Iterator[Line]:
-    """Yields the elements of a JSON list, with the lines where they begin. Follows brackets and strings, checks nothing
-    else.
-
-    Malformed elements (nothing between two commas, text after the list) are yielded too, to be refused as rows. Raises
-    OSError if the list does not end.
-
-    ijson 3.6 is faster but no replacement: it yields values without lines, ends at the first element that is damaged or
-    not UTF-8, accepts repeated keys, turns half a character into "?", and holds elements of any size (295 MB more for
-    one of 150 MB; 69 MB here). A list of 200 MB took 12 CPU seconds here, less than the workers' tokenization; with
-    ijson 2.4, or 4.7 with its values written as JSON again for the workers.
-    """
-    piece = ElementBuffer()
-    block = stream.read(BLOCK_BYTES)
-    start = at = block.index(b"[") + 1
-    piece.line += block[:start].count(b"\n")
-    depth, in_string, is_first, has_ended = 0, False, True, False
-    while block:
-        while not has_ended and at < len(block):
-            pattern = IN_STRING if in_string else IN_ELEMENT if depth else BETWEEN_ELEMENTS
-            at = pattern.match(block, at).end()
-            mark = block[at : at + 1]
-            at += len(mark)
-            if mark == b"\\":
-                at += 1  # the character after it is no delimiter
-            elif mark == b'"':
-                in_string = not in_string
-            elif mark in (b"[", b"{"):
-                depth += 1
-            elif depth > 0:
-                depth -= mark in (b"]", b"}")
-            elif mark:
-                has_ended = mark != b","
-                piece.add(block[start : at - 1])
-                is_empty_list = is_first and has_ended
-                start, is_first = at, False
-                yield from piece.take(when_blank=b"" if is_empty_list else mark)
-        piece.add(block[start:])
-        at = max(at - len(block), 0)  # the character after a backslash may be the next block's first
-        start, block = 0, stream.read(BLOCK_BYTES)
-    if not has_ended:
-        raise OSError("the list that it begins with has no end")
-    yield from piece.take(when_blank=b"")
-
-
-class ElementBuffer:
-    """Collects the bytes of an element. Invariant: holds at most MAX_ROW_BYTES; `line` is where the element begins."""
-
-    def __init__(self) -> None:
-        self.line = 1
-        self.clear()
-
-    def clear(self) -> None:
-        self.held, self.num_bytes, self.num_newlines = bytearray(), 0, 0
-
-    def add(self, piece: bytes) -> None:
-        if not self.held:
-            stripped = piece.lstrip()
-            self.line += piece[: len(piece) - len(stripped)].count(b"\n")
-            piece = stripped
-        self.num_bytes += len(piece)
-        self.num_newlines += piece.count(b"\n")
-        self.held += piece
-        if self.num_bytes > MAX_ROW_BYTES:
-            del self.held[NUM_BYTES_SHOWN:]
-
-    def take(self, *, when_blank: bytes) -> Iterator[Line]:
-        """Yields the element, or `when_blank` if there is none; nothing if both are empty."""
-        if self.num_bytes > MAX_ROW_BYTES:
-            yield self.line, TooLong(bytes(self.held), self.num_bytes)
-        elif self.held or when_blank:
-            yield self.line, bytes(self.held).rstrip() or when_blank
-        self.line += self.num_newlines
-        self.clear()
+    """Yields the elements of a JSON list, which is read whole, with the lines where they begin. Raises OSError if the
+    list is damaged, or has more than MAX_LIST_BYTES."""
+    blocks = iter(partial(stream.read, BLOCK_BYTES), b"")
+    # A byte becomes a character, so rows that are not UTF-8 reach the check of rows.
+    text = "".join(block.decode("latin-1") for block in islice(blocks, MAX_LIST_BYTES // BLOCK_BYTES))
+    if stream.peek(1):
+        raise OSError(
+            f"is a JSON list of more than {MAX_LIST_BYTES >> 30} GiB: write each row on a line, for example by"
+            " `jq -c .[] OLD.json > NEW.jsonl`"
+        )
+    decoder, line, counted, at, mark = json.JSONDecoder(strict=False), 1, 0, text.index("["), "["
+    while mark != "]":
+        at = SPACE.match(text, at + 1).end()
+        if mark == "[" and text.startswith("]", at):
+            break
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            end = decoder.raw_decode(text, at)[1]
+        except (ValueError, RecursionError) as error:
+            raise OSError(f"the list's element in line {line} is not JSON, or has no end: {error}") from None
+        element = text[at:end].encode("latin-1")
+        is_too_long = len(element) > MAX_ROW_BYTES
+        yield line, TooLong(element[:NUM_BYTES_SHOWN], len(element)) if is_too_long else element
+        at = SPACE.match(text, end).end()
+        mark = text[at : at + 1]
+        if mark not in ("]", ","):
+            raise OSError(f"the list has neither a comma nor an end after its element in line {line}")
+    if SPACE.match(text, at + 1).end() < len(text):
+        raise OSError("text follows the list that it begins with")
 
 
 def parse_row(raw: bytes | TooLong | BadRow | dict[str, Any], encoding: Encoding) -> dict[str, Any] | None:

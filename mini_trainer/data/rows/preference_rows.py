@@ -33,9 +33,20 @@ from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import catch_error
 from mini_trainer.data.columns.base import FEEDBACK, PREFERENCE, DataTask
 from mini_trainer.data.columns.encoding import TokenizedFeedback, TokenizedPair, add_mismatched, pair_up
-from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS, build_chat, read_system, read_turn, require_text
+from mini_trainer.data.rows.chat_rows import (
+    ANSWERS,
+    TEMPLATE_ARGS,
+    build_chat,
+    check_ends,
+    leave_untrained,
+    parse_turns,
+    read_system,
+    read_turn,
+    require_text,
+)
 from mini_trainer.data.rows.column_names import (
     ASKING,
+    MARKS,
     PROMPTING,
     TURNS,
     VISION_MODELS,
@@ -50,7 +61,6 @@ from mini_trainer.data.rows.column_names import (
 from mini_trainer.data.rows.files import Chunk
 from mini_trainer.data.rows.formats import refuse_images
 from mini_trainer.data.rows.rows import Preparation
-from mini_trainer.data.rows.turn_texts import ANSWERS, check_ends, leave_untrained, parse_turns
 from mini_trainer.data.stores.json_lines import quote
 from mini_trainer.options import RowOptions
 
@@ -186,10 +196,7 @@ def read_messages(value: Any, name: str, tally: Counter[str], ignored: Collectio
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{name!r} is {quote(value)}, expected text or messages")
-    checked = [
-        check_keys(message, name, ignored, tally, marks=("train", "training", "weight"), meanings=(WEIGHING,))
-        for message in messages
-    ]
+    checked = [check_keys(message, name, ignored, tally, marks=MARKS, meanings=(WEIGHING,)) for message in messages]
     return [normalize(message, number) for number, message in enumerate(checked, start=1)]
 
 

@@ -11,22 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.data.chat.masking import ChatMasker, Contents, ImageExpander
-from mini_trainer.data.columns.base import CAUSAL_LM, COLUMNS, FEEDBACK, VISION, Columns, DataTask
+from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
+from mini_trainer.data.chat.masking import ChatMasker, ImageExpander
+from mini_trainer.data.columns.base import FEEDBACK, VISION, DataTask
 from mini_trainer.data.rows.chat_rows import ImageFolders
 from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, PATHS, FieldPaths, read_text_row
-from mini_trainer.data.rows.labelled import CLASSIFICATION, Labelled, read_labelled
-from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
-from mini_trainer.data.rows.labels import (
+from mini_trainer.data.rows.labelled import (
+    CLASSIFICATION,
     LabelCounts,
+    Labelled,
     Labels,
     decide_labels,
-    describe_similar,
     find_declared_names,
     read_known_labels,
+    read_labelled,
 )
+from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
 from mini_trainer.data.rows.rows import Preparation, read_rows
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.stores.image_files import load_processor
@@ -74,7 +76,7 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
     if options.rows.mock_data is not None:
         preparation = prepare_random(tokenizer, options.rows)
     elif options.rows.format == CLASSIFICATION:
-        preparation, notes = prepare_classification(tokenizer, sources, options.rows)
+        preparation = prepare_classification(tokenizer, sources, options.rows)
     else:
         expander = None
         if options.rows.images:
@@ -83,12 +85,12 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
         masker = ChatMasker(
             tokenizer,
             stop_token_ids=load_stop_token_ids(model_dir),
-            allow_missing_stop_token=options.rows.missing_stop_token == "allow",
-            append_stop_token=options.rows.missing_stop_token == "append",
+            missing_stop_token=options.rows.missing_stop_token,
             thinking_prefix=options.rows.thinking_prefix,
             strict_reasoning=options.contents.strict_reasoning,
             expander=expander,
-            contents=Contents(options.contents.control_tokens, parse_named_values(options.contents.template_args)),
+            control_tokens=options.contents.control_tokens,
+            template_args=parse_named_values(options.contents.template_args),
         )
         notes = check_template(masker, options)
         preparation = choose_preparation(masker, sources, options)
@@ -98,15 +100,11 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
 
 def choose_paths(options: ProcessDataOptions) -> FieldPaths:
     """Paths to the tokenized values of rows; formats that are never detected have readers of their own."""
-    rows, contents = options.rows, options.contents
+    rows = options.rows
     if rows.format in NAMED_FORMATS:
         return OWN_NAMES
-    return FieldPaths(
-        **{name: rows.column(name) for name in PATHS},
-        ignored=rows.ignore_columns,
-        data_format=rows.format,
-        as_chat=contents.as_chat,
-    )
+    paths = {name: rows.column(name) for name in PATHS}
+    return FieldPaths(**paths, ignored=rows.ignore_columns, data_format=rows.format)
 
 
 def changes_tokenizer(options: ProcessDataOptions) -> bool:
@@ -128,16 +126,14 @@ def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: P
     return Preparation(task, read, masker.mask, masker.chats.stop_token_ids)
 
 
-def prepare_classification(
-    tokenizer: Any, sources: Sequence[Source], options: RowOptions
-) -> tuple[Preparation[Labelled], list[str]]:
-    """Reads all rows for their labels; returns the preparation of rows, and notes on them."""
+def prepare_classification(tokenizer: Any, sources: Sequence[Source], options: RowOptions) -> Preparation[Labelled]:
+    """Reads all rows for their labels; returns the preparation of rows."""
     labels = survey_labels(sources, options, num_workers=count_workers(sources, options))
     labelled_tokenizer = LabelledTokenizer(
         tokenizer, labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
     )
     read = partial(read_labelled, options=options)
-    return Preparation(labels.task, read, labelled_tokenizer.tokenize), describe_similar(labels.task.label_names)
+    return Preparation(labels.task, read, labelled_tokenizer.tokenize)
 
 
 def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]:
@@ -179,23 +175,23 @@ def make_random_source(options: RowOptions) -> Source:
 
 
 def prepare_random(tokenizer: Any, options: RowOptions) -> Preparation[int]:
-    """Prepares samples drawn by their number from the vocabulary's ordinary tokens, of the kind that --format names."""
+    """Prepares samples drawn by their number from the vocabulary's ordinary tokens."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     token_ids = np.array(sorted(set(tokenizer.get_vocab().values()) - special), np.int32)
     if not len(token_ids):
         raise ValueError("--mock-data: the tokenizer has only special tokens")
-    length = options.block_size or DEFAULT_LENGTH
-    kind = options.format or CAUSAL_LM  # also the name of --format preference and feedback data
-    draw = partial(draw_samples, columns=COLUMNS[kind], token_ids=token_ids, length=length)
-    return Preparation(DataTask(kind), read_numbers, draw)
+    draw = partial(draw_samples, token_ids=token_ids, length=options.block_size or DEFAULT_LENGTH)
+    return Preparation(DataTask(), read_numbers, draw)
 
 
 def read_numbers(values: Fields, chunk: Chunk, tally: Counter[str]) -> list[int]:
     return [int(values["number"])]
 
 
-def draw_samples(numbers: Sequence[int], *, columns: Columns, token_ids: np.ndarray, length: int) -> list[Any]:
-    return [columns.make_random(np.random.default_rng([SEED, number]), token_ids, length) for number in numbers]
+def draw_samples(numbers: Sequence[int], *, token_ids: np.ndarray, length: int) -> list[TokenizedChat]:
+    """Samples of which all tokens are trained on."""
+    drawn = [np.random.default_rng([SEED, number]).choice(token_ids, length).tolist() for number in numbers]
+    return [TokenizedChat(ids, [TrainedSpan(0, length, "random")]) for ids in drawn]
 
 
 def survey_labels(sources: Sequence[Source], rows: RowOptions, *, num_workers: int) -> Labels:

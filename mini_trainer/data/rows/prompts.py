@@ -30,11 +30,11 @@ from mini_trainer.data.chat.conversation import (
 )
 from mini_trainer.data.chat.rendering import check_template_args, prepare_for, template_errors
 from mini_trainer.data.chat.tokens import count_ending
+from mini_trainer.data.rows.chat_rows import parse_turns
 from mini_trainer.data.rows.column_names import Fields
-from mini_trainer.data.rows.files import Folder, Source, describe_skipped, find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.files import Source, describe_skipped, find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import find_format, list_conversation, read_example
 from mini_trainer.data.rows.lines import parse_row
-from mini_trainer.data.rows.turn_texts import parse_turns
 from mini_trainer.data.rows.values import refuse_non_json
 from mini_trainer.data.stores.json_lines import Row, quote
 from mini_trainer.distributed.messages import say
@@ -70,8 +70,6 @@ def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "
     """Reads the prompts of all files, in order. ValueError lists the rows that are not prompts, with their lines."""
     prompts, reasons = [], []
     sources = find_sources(paths, flag=flag)
-    if data_format is None:
-        check_endings(sources, flag=flag)
     for note in describe_skipped(sources):
         say(f"note: {note}")
     for source in sources:
@@ -86,21 +84,6 @@ def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "
     if not prompts:
         raise ValueError(f"{flag} {' '.join(paths)}: has no rows")
     return prompts
-
-
-def check_endings(sources: Sequence[Source], *, flag: str) -> None:
-    """Raises ValueError for a folder with texts beside other files: a licence among chats is not a list of prompts."""
-    kinds: dict[tuple[Folder, bool], Source] = {}
-    for source in sources:
-        if source.folder is not None:
-            kinds.setdefault((source.folder, source.ending == ".txt"), source)
-    for (folder, is_text), source in kinds.items():
-        other = kinds.get((folder, True))
-        if not is_text and other is not None:
-            raise ValueError(
-                f"{flag} {folder.name}: has texts beside other files, such as {other.name} and {source.name}: name the"
-                " files to read instead of their folder"
-            )
 
 
 def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | str]:

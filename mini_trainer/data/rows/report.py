@@ -14,7 +14,7 @@ from heapq import nsmallest
 
 from mini_trainer.data.chat.conversation import DIVIDED, Remark
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
-from mini_trainer.data.chat.tokens import CONTROL, CONTROL_AS_TEXT
+from mini_trainer.data.chat.tokens import CONTROL
 from mini_trainer.data.columns.base import COLUMNS, DataTask, format_count
 from mini_trainer.data.rows.column_names import count_column
 from mini_trainer.data.rows.files import Source
@@ -47,7 +47,6 @@ REMARKS = {
     " encoded separately, as at inference, and all of the answer is trained on",
     CONTROL: "the texts have the control token {rendered}, which the model reads as such, and learns to write where"
     " it is trained on (first {place}; see --control-tokens)",
-    CONTROL_AS_TEXT: "the texts have {rendered}, which is encoded as text (first {place}; --control-tokens as-text)",
     UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
 }
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
@@ -72,9 +71,8 @@ class Totals:
     num_loss_counted_tokens: int = 0
     max_token_id: int = -1
     has_weights: bool = False  # whether some sample has loss weights
-    shown: list[tuple[float, TokenizedSample]] = field(
-        default_factory=list
-    )  # with the lots drawn for them; the lowest are kept
+    # Samples, with the lots drawn for them; the lowest are kept.
+    shown: list[tuple[float, TokenizedSample]] = field(default_factory=list)
 
     @property
     def num_samples(self) -> int:

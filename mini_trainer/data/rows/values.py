@@ -2,13 +2,12 @@
 
 | Arrow                             | becomes                                                                    |
 |-----------------------------------|----------------------------------------------------------------------------|
-| map                               | an object; its nulls are the row's own, and stay                           |
 | struct                            | an object without the keys that are null: each row has the keys of all     |
 | date, time, timestamp             | its ISO 8601 text                                                          |
 | JSON text (arrow.json, or `Json`  | the value; its nulls stay                                                  |
 | of the datasets library)          |                                                                            |
-| decimal, bytes, NaN, infinity,    | itself, which `refuse_non_json` refuses in messages and tools: a number or |
-| duration, ...                     | text in its place would not be the row's value                             |
+| decimal, bytes, NaN, duration,    | itself, which `refuse_non_json` refuses in messages and tools: a number or |
+| ... (a map is `Unreadable`)       | text in its place would not be the row's value                             |
 
 Reads the messages of rows whose values may be missing or text: tool calls as OpenAI's API and tables have them.
 
@@ -69,7 +68,7 @@ class RowReader:
         if pa.types.is_struct(kind):
             return self.make_struct_reader(kind, feature, place)
         if pa.types.is_map(kind):
-            return make_map_reader(kind, self.find(kind.item_type, None, place))
+            return lambda _: Unreadable(f"a {kind}: write it as JSON text")
         if any(is_kind(kind) for is_kind in LISTS):
             read = self.find(kind.value_type, find_inner(feature), place)
             # A list's nulls are the row's own, and stay.
@@ -105,17 +104,6 @@ def name_if(name: str, wanted: str) -> str | None:
 
 def keep(value: Any) -> Any:
     return value
-
-
-def make_map_reader(kind: pa.MapType, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    if not (pa.types.is_string(kind.key_type) or pa.types.is_large_string(kind.key_type)):
-        return lambda _: Unreadable(f"a map with keys of the type {kind.key_type}; JSON's keys are texts")
-
-    def read_map(pairs: list[tuple[str, Any]]) -> dict[str, Any] | Unreadable:
-        values = {key: None if value is None else read(value) for key, value in pairs}
-        return values if len(values) == len(pairs) else Unreadable("a map that has a key twice")
-
-    return read_map
 
 
 def read_json(text: Any) -> Any:

@@ -8,7 +8,7 @@ import base64
 import binascii
 import contextlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ SHOWN_CHARS = 60  # characters of a reference in messages
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # some others of Pillow's start programs (EPS)
 PHOTO = "MPO"  # a phone's photo: a JPEG followed by others, such as a preview or a depth map
 EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # Pillow's modes with a known black and white
-BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # two tags of TIFF, and a value of the second
 LIMIT_OF_BYTES = 1 << 28  # largest file
 
 
@@ -68,9 +67,10 @@ def read_reference(reference: str, *, directory: Path) -> bytes:
 
 
 def open_image(reference: str, *, directory: Path) -> "Image":
-    """The image, upright (EXIF) and in RGB, as transformers loads it, except that 16-bit grey keeps its whole range.
+    """The image, upright (EXIF) and in RGB, as transformers loads it.
 
-    ValueError for an image that cannot be decoded, or not without loss of meaning: animations and unknown ranges.
+    ValueError for an image that cannot be decoded, or not without loss of meaning: animations, unknown ranges, and grey
+    of more than 8 bits.
     """
     data, name = read_reference(reference, directory=directory), name_reference(reference)
     try:
@@ -94,8 +94,6 @@ def decode_image(data: bytes) -> "Image":
         raise ValueError(f"{kind} ({num_frames} frames): give one of them as an image")
     with decoding_errors():
         upright = PIL.ImageOps.exif_transpose(image)
-    if upright.mode.startswith("I;16"):
-        upright = narrow(upright, tags=getattr(image, "tag_v2", {}))
     if upright.mode not in EIGHT_BITS:
         raise ValueError(f"pixels of Pillow's mode {upright.mode} have no definite conversion to RGB: save it as RGB")
     return upright.convert("RGB")
@@ -114,19 +112,6 @@ def decoding_errors() -> Iterator[None]:
         raise ValueError(f"not an image in a known format ({', '.join(FORMATS)})") from None
     except Exception as error:  # decoders raise any error for truncated or damaged files
         raise ValueError(f"is broken: {one_line(error) or type(error).__name__}") from None
-
-
-def narrow(image: "Image", *, tags: Mapping[int, Any]) -> "Image":
-    """The upper 8 bits of a 16-bit (in TIFF also 12-bit) greyscale image, as Pillow itself keeps of 16-bit colours.
-
-    tags: a TIFF file's; empty for other formats.
-    """
-    import numpy as np
-    import PIL.Image
-
-    (num_bits,) = tags.get(BITS_PER_SAMPLE, (16,))
-    pixels = (np.asarray(image) >> (num_bits - 8)).astype(np.uint8)
-    return PIL.Image.fromarray(255 - pixels if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else pixels)
 
 
 def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:

@@ -16,7 +16,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urljoin
@@ -31,7 +31,6 @@ from mini_trainer.options.urls import (
     RefusedRedirect,
     check_redirect,
     find_url_faults,
-    remove_query,
     split_scheme,
 )
 
@@ -40,7 +39,6 @@ Result = TypeVar("Result")
 FETCHED_BYTES = 8 << 20  # of one request
 SECONDS_TO_WAIT = (1, 2, 5, 10, 20)  # before each new attempt at the same byte, or file
 SECONDS_WITHOUT_BYTES = 60.0  # of a web server, until a request is made again
-NUM_QUESTIONS = 3  # at most, for a file's size
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")  # in a store's answers
 WILDCARDS = re.compile(r"[*\[]")
 WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")  # errors of botocore
@@ -126,14 +124,9 @@ class RemoteFile:
     url: str
     num_bytes: int
     version: str | None
-    redirected_to: str | None = field(default=None, compare=False)  # by its web server; without the query
 
     def open(self) -> "RemoteReader":
         return RemoteReader(self)
-
-    def describe_redirect(self) -> dict[str, str]:
-        """The entry about a redirect in sidecars; empty if there was none."""
-        return {} if self.redirected_to is None else {"redirected_to": self.redirected_to}
 
     def check_unchanged(self) -> None:
         """ValueError if the store has another file there by now."""
@@ -142,33 +135,24 @@ class RemoteFile:
 
 
 class RemoteReader(AbstractBufferedFile):
-    """The bytes of a remote file. After a broken connection the request is made again from the byte reached.
-    ValueError if it breaks too often there, or ends before the length that the store has said.
+    """The bytes of a remote file, by requests that are made again if they fail. ValueError if one keeps failing, or the
+    file ends before the length that the store has said.
     """
 
     def __init__(self, remote: RemoteFile) -> None:
         super().__init__(*open_filesystem(remote.url), block_size=FETCHED_BYTES, size=remote.num_bytes)
         self.url = remote.url
 
-    @functools.cached_property
-    def file(self) -> AbstractBufferedFile:
-        """The store's own file: each read is a request, so that one that failed leaves nothing behind."""
-        return self.fs.open(self.path, "rb", cache_type="none")
-
     def _fetch_range(self, start: int, end: int) -> bytes:
         """The bytes that fsspec asks for, to read ahead."""
-        data = b""
-        while (reached := start + len(data)) < end:
-            what = f"{self.url}: broke off at byte {reached:,} of {self.size:,}"
-            data += retry_transfer(functools.partial(self._read, reached, end), what)
-        return data
 
-    def _read(self, start: int, end: int) -> bytes:
-        self.file.seek(start)
-        data = self.file.read(end - start)
-        if not data:
-            raise BrokenTransfer("the connection ended")
-        return data
+        def read() -> bytes:
+            data = self.fs.cat_file(self.path, start=start, end=end)
+            if len(data) != end - start:
+                raise BrokenTransfer(f"{len(data):,} of {end - start:,} bytes came")
+            return data
+
+        return retry_transfer(read, f"{self.url}: broke off after byte {start:,} of {self.size:,}")
 
 
 def find_remote(url: str, *, flag: str) -> list[tuple[str, RemoteFile]]:
@@ -193,14 +177,12 @@ def describe_remote(url: str) -> RemoteFile:
     """A file as its store describes it now. FileNotFoundError if there is none, ValueError if its length is unknown."""
     filesystem, path = open_filesystem(url)
     filesystem.invalidate_cache()
-    waits = SECONDS_TO_WAIT[: NUM_QUESTIONS - 1] if is_web(url) else ()  # the stores' own libraries ask again
+    waits = SECONDS_TO_WAIT[:2] if is_web(url) else ()  # the stores' own libraries ask again
     info = retry(lambda: filesystem.info(path), waits)
     if info.get("size") is None:
         raise ValueError(f"{url}: the server does not say the file's length: download it first")
     version = next((str(info[name]) for name in VERSIONS if info.get(name)), None)
-    answered = info.get("url")  # a web server's answer came from there
-    is_elsewhere = answered is not None and answered != str(filesystem.encode_url(path).with_fragment(None))
-    return RemoteFile(url, info["size"], version, remove_query(answered) if is_elsewhere else None)
+    return RemoteFile(url, info["size"], version)
 
 
 def look_up_remote(url: str) -> RemoteFile | None:

@@ -23,9 +23,9 @@ from mini_trainer.data.stores.remote import (
     look_up_remote,
     refused_if_unreachable,
 )
-from mini_trainer.data.tokenized.cache import KEY_LENGTH
 from mini_trainer.data.tokenized.outputs import DataSetFiles
 from mini_trainer.data.tokenized.reader import FOLDER, SOURCE_FILE
+from mini_trainer.data.tokenized.sidecar import KEY_LENGTH
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0
 from mini_trainer.options import flag_name
@@ -168,8 +168,7 @@ def fetch_set(found: RemoteSet, cache_dir: str) -> None:
                     f"{found.url}: its SHA-256 is not the one that its .meta.json records: only one of them was"
                     " replaced: write the data set again"
                 )
-            source = {"url": found.url} | found.files[found.name].describe_redirect()
-            (aside / SOURCE_FILE).write_text(json.dumps(source) + "\n")
+            (aside / SOURCE_FILE).write_text(json.dumps({"url": found.url}) + "\n")
 
 
 def download(remote: RemoteFile, target: Path) -> str:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -24,11 +24,9 @@ from mini_trainer.data.tokenized.by_row import (
     join_values,
     sum_values,
 )
+from mini_trainer.data.tokenized.index import SampleImages
 from mini_trainer.data.tokenized.reader import Sequences, TokenizedData
 from mini_trainer.options.doors import WEIGHED_BY
-
-if TYPE_CHECKING:
-    from mini_trainer.data.tokenized.index import SampleImages
 
 
 class ByRow(Protocol):
@@ -61,9 +59,7 @@ class Mixture:
         self.has_sequences = sources[0].sequences is not None  # as all have, which are for one task
         self.num_loss_tokens = join_values([source.num_loss_tokens for source in sources])
         self.images: SampleImages | None = None  # set by run.images.count_set_images
-        self.seen: Mixture | None = (
-            None  # the rows that a teacher reads beside these; set by data.tokenized.mixture.pair
-        )
+        self.seen: Mixture | None = None  # the rows that a teacher reads beside these; set by `pair`
         self.computed: dict[str, ByRow] = {}  # columns that the data sets do not have; set by `add_column`
         self._find_kept()
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -123,9 +122,6 @@ class Outputs:
                 f" {self.data.name}; rename it, or choose another --output-file"
             )
 
-
-if TYPE_CHECKING:
-    pass
 
 CONVERTED_ROWS = 1 << 16  # most rows of a Parquet file converted at once
 INFERRED_BYTES = 10 << 20  # bytes of JSON lines read to infer the columns and their types

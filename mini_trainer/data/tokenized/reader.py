@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,12 +17,17 @@ from mini_trainer.data.columns.token_columns import IMAGES_COLUMN
 from mini_trainer.data.stores.contents import Tell, check_recorded, warn_of_edited
 from mini_trainer.data.stores.disk import list_wrong, read_fields, read_object
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, find_top_row, iterate_chunks
-from mini_trainer.data.tokenized.index import ArrowFile, Index, iterate_batches, list_views, open_index
+from mini_trainer.data.tokenized.index import (
+    ArrowFile,
+    ImageSizes,
+    Index,
+    iterate_batches,
+    list_views,
+    open_index,
+    read_image_sizes,
+)
 from mini_trainer.distributed.ending import log
 from mini_trainer.options.urls import is_url
-
-if TYPE_CHECKING:
-    from mini_trainer.data.tokenized.index import ImageSizes
 
 # Columns that are read from data sets of every kind.
 COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
@@ -76,8 +81,6 @@ class TokenizedData:
         has_images, has_sequences = IMAGES_COLUMN in self.kind.optional, LENGTHS_COLUMN in self.kind.schema.names
         self.image_sizes: ImageSizes | None = None
         if has_images:
-            from mini_trainer.data.tokenized.index import read_image_sizes
-
             self.image_sizes = read_image_sizes([batch for file in self._files for batch in iterate_batches(file)])
         self.sequences = RowSequences(index.first_sequences, index.sequence_lengths) if has_sequences else None
         if self.lengths.min() < 1:

@@ -1,21 +1,40 @@
-"""The sidecar OUTPUT.meta.json: a data set's sources, options and tokenizer."""
+"""What a data set depends on: its sidecar OUTPUT.meta.json, with sources, options and tokenizer, and its place in the
+cache, by a key made of the rows' content, the options and the tokenizer.
 
+    {--data-cache-dir}/{key}/{name}.arrow, next to the other files that process_data.py writes with every data set
+
+A data set is renamed to its name after its other files, so one that exists is complete.
+"""
+
+import dataclasses
+import hashlib
+import io
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.columns.base import COLUMNS, DataTask
-from mini_trainer.data.rows.files import Source
+from mini_trainer.data.rows.files import Source, find_sources
+from mini_trainer.data.rows.hub_rows import find_revision, list_files
 from mini_trainer.data.rows.labelled import CLASSIFICATION
 from mini_trainer.data.rows.report import DROPPED, Totals
+from mini_trainer.data.stores import disk
 from mini_trainer.data.stores.contents import hash_once
-from mini_trainer.data.stores.disk import read_object
-from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
+from mini_trainer.data.stores.disk import hash_file, hash_json, read_object
+from mini_trainer.data.stores.tokenizers import (
+    fingerprint_chat_template,
+    fingerprint_tokenizer,
+    load_stop_token_ids,
+    load_tokenizer,
+)
+from mini_trainer.data.tokenized.outputs import Outputs
 from mini_trainer.data.tokenized.reader import FORMAT_VERSION
 from mini_trainer.distributed.messages import hide_in
 from mini_trainer.options import RowOptions
 from mini_trainer.options.tools import ContentOptions, ProcessDataOptions
+from mini_trainer.options.urls import is_url
 
 
 def describe_data_set(
@@ -43,7 +62,7 @@ def describe_data_set(
         "num_trained_by_role": dict(sorted(totals.trained_by_role.items())),
         "max_len": max(totals.lengths),
         "rows": {key: totals.rows[key] for key in row_keys},
-        "sources": list(map(describe_source, sources)),
+        "sources": [{"file": one.name, "format": one.format, "sha256": one.sha256} for one in sources],
         "options": hide_in(describe_options(options)),
         "versions": describe_versions(),
         "has_loss_weights": totals.has_weights,
@@ -80,12 +99,6 @@ def is_made_of(path: Path, sources: Sequence[Source], options: ProcessDataOption
     )
 
 
-def describe_source(source: Source) -> dict[str, Any]:
-    """A source's entry; with the address that its web server redirected to, if there was one."""
-    redirected = {} if source.remote is None else source.remote.describe_redirect()
-    return {"file": source.name, "format": source.format, "sha256": source.sha256} | redirected
-
-
 def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
     """The options that the data depends on; files and directories by their names only."""
     model, of_labels = Path(options.model_name_or_path), {}
@@ -110,7 +123,6 @@ def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
         "strict_reasoning": options.contents.strict_reasoning,
         "control_tokens": options.contents.control_tokens,
         "template_args": list(options.contents.template_args),
-        "as_chat": options.contents.as_chat,
     }
 
 
@@ -123,3 +135,89 @@ def describe_versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "tokenizers": tokenizers.__version__,
     }
+
+
+KEY_LENGTH = 16  # digits of the hash
+HOW_ONLY = ("input_file", "num_proc")  # options that do not affect the content of a data set
+
+
+def find_outputs(options: RowOptions, model_dir: str, *, cache_dir: Path, trust_remote_code: bool) -> Outputs:
+    """Paths of the tokenized rows, existing or not. Reads all files of rows; ValueError if that fails."""
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+    key = hash_json(
+        {
+            "rows": identify_rows(options),
+            "options": identify_options(options),
+            "tokenizer": fingerprint_tokenizer(tokenizer),
+            "chat template": fingerprint_chat_template(tokenizer),
+            "images": identify_images(options, model_dir),
+            "special tokens": [tokenizer.all_special_tokens, load_stop_token_ids(model_dir)],
+            "versions": [FORMAT_VERSION, describe_versions()],
+        }
+    )
+    data = cache_dir.expanduser() / key[:KEY_LENGTH] / f"{name_rows(options)}.arrow"
+    return Outputs(data, page=None, is_split=options.validation_share is not None)
+
+
+def identify_rows(options: RowOptions) -> Any:
+    """An identifier of the rows' content."""
+    if options.mock_data is not None:
+        return None  # the options identify the rows
+    if options.input_dataset is None:
+        return [[source.name, identify_source(source)] for source in find_sources(options.input_file)]
+    folder = Path(options.input_dataset)
+    if folder.exists():
+        return [[str(path.relative_to(folder)), hash_file(path)] for path in list_files(folder)]
+    return find_revision(options)
+
+
+def identify_source(source: Source) -> Any:
+    """The hash of a file; of a remote one its store's mark, if that changes with the content."""
+    if source.remote is None:
+        return hash_file(source.path)
+    if source.remote.version is not None:
+        return [str(source), source.num_bytes, source.remote.version]
+    with source.open() as file:
+        return hashlib.file_digest(io.BufferedReader(file), "sha256").hexdigest()
+
+
+def identify_options(options: RowOptions) -> dict[str, Any]:
+    """The options by name, with the hash of the content for options that name a file."""
+    values = {name: value for name, value in dataclasses.asdict(options).items() if name not in HOW_ONLY}
+    if options.input_dataset is not None and Path(options.input_dataset).exists():
+        del values["input_dataset"]
+    for name in ("chat_template", "labels_from"):
+        if values[name] is not None and Path(values[name]).is_file():
+            sidecar = Path(f"{values[name]}.meta.json")
+            values[name] = hash_file(sidecar if sidecar.is_file() else Path(values[name]))
+    return values
+
+
+def identify_images(options: RowOptions, model_dir: str) -> Any:
+    """Further identifiers of rows with images: the directories of their files, and the processor's configuration."""
+    if not options.images:
+        return None
+    directories = [str(source.path.resolve().parent) for source in find_sources(options.input_file)]
+    prepares = [Path(model_dir, name) for name in ("preprocessor_config.json", "processor_config.json")]
+    return directories, [hash_file(path) for path in prepares if path.is_file()]
+
+
+def name_rows(options: RowOptions) -> str:
+    """The data set's name in a run's log: that of the file or folder of its rows, if there is only one."""
+    given = [options.input_dataset] if options.input_dataset is not None else list(options.input_file)
+    if len(given) != 1:
+        return "data"
+    path = Path(given[0].rstrip("/").rpartition("/")[2]) if is_url(given[0]) else Path(given[0].partition(":")[0])
+    return path.resolve().name.split(".")[0].strip("*[]") or "data"
+
+
+@contextmanager
+def locked(outputs: Outputs) -> Iterator[None]:
+    """Lets one process at a time make a data set, if the file system has locks; removes leftovers of killed ones."""
+    folder = outputs.data.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with disk.locked(folder / ".lock") as is_alone:
+        if is_alone:  # without locks two processes may do the same work; each data set still appears as a whole
+            for leftover in folder.glob(".*.part"):
+                disk.remove(leftover)
+        yield

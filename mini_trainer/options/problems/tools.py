@@ -5,7 +5,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mini_trainer.options import RowOptions, flag_name, parse_named_values, parse_shard
-from mini_trainer.options.doors import RANDOM_FORMATS
 from mini_trainer.options.problems.choices import find_unpaired
 from mini_trainer.options.problems.finding import list_changed, list_row_sources
 from mini_trainer.options.tools import (
@@ -20,8 +19,6 @@ from mini_trainer.options.tools import (
     ScoreDataOptions,
 )
 from mini_trainer.options.urls import hide_credentials, is_url
-
-LEAST_PAIR = 4  # tokens of two sequences, each of a prompt and an answer
 
 
 def find_data_problems(o: ProcessDataOptions) -> list[str]:
@@ -38,7 +35,7 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
         problems.append(f"--preview-html {o.preview_html}: must be a local path")
     if not list_row_sources(o.rows):
         problems.append("no rows are given: give --input-file or --input-dataset")
-    problems += [*find_row_problems(o.rows, as_chat=o.contents.as_chat), *find_content_problems(o)]
+    problems += [*find_row_problems(o.rows), *find_content_problems(o)]
     if o.shard is not None:
         try:
             parse_shard(o.shard)
@@ -62,28 +59,19 @@ def find_content_problems(o: ProcessDataOptions) -> list[str]:
         parse_named_values(o.contents.template_args)
     except ValueError as error:
         problems.append(f"--template-args: {error}")
-    if o.contents.as_chat and o.rows.format != "completion":
-        problems.append("--as-chat needs --format completion: it makes chats of prompts and completions")
-    if o.contents.control_tokens == "as-text":
-        blocking = ["--images"] if o.rows.images else []
-        blocking += ["--thinking-prefix train-as-prompted"] if o.rows.thinking_prefix == "train-as-prompted" else []
-        problems += [f"--control-tokens as-text cannot be used with {flag}" for flag in blocking]
     return problems
 
 
-def find_row_problems(o: RowOptions, *, as_chat: bool = False) -> list[str]:
-    """Problems with row options: values out of range, options without effect, and several row sources. `as_chat`:
-    completions become chats."""
+def find_row_problems(o: RowOptions) -> list[str]:
+    """Problems with row options: values out of range, options without effect, and several row sources."""
     problems, given = [], list_row_sources(o)
     if len(given) > 1:
         problems.append(f"{' and '.join(given)} both specify rows: give only one of them")
     if o.mock_data is not None:
-        kept = ("mock_data", "block_size", "num_proc", *(["format"] if o.format in RANDOM_FORMATS else []))
-        given = [name for name in list_changed(o) if name not in (*kept, "input_file", "input_dataset")]
+        kept = ("mock_data", "block_size", "num_proc", "input_file", "input_dataset")
+        given = [name for name in list_changed(o) if name not in kept]
         if given:
             problems.append(f"{', '.join(map(flag_name, given))}: no effect with --mock-data, which reads no rows")
-        if o.format in RANDOM_FORMATS and o.block_size is not None and o.block_size < LEAST_PAIR:
-            problems.append(f"--block-size {o.block_size}: must be at least {LEAST_PAIR} with --format {o.format}")
         return problems
     if o.block_size is not None and o.max_sample_num_tokens is not None:
         problems.append("--max-sample-num-tokens has no effect with --block-size, which sets the length of samples")
@@ -99,7 +87,7 @@ def find_row_problems(o: RowOptions, *, as_chat: bool = False) -> list[str]:
         problems.append("--images: image paths are relative to the rows' files, which therefore have to be local")
     if o.images and o.input_dataset is not None:
         problems.append("--images: image paths are relative to the rows' files: give these with --input-file")
-    return [*problems, *find_column_problems(o, as_chat=as_chat), *find_classification_problems(o)]
+    return [*problems, *find_column_problems(o), *find_classification_problems(o)]
 
 
 # Names of --columns, by the formats that have them; of the first four, some are detected.
@@ -117,9 +105,9 @@ FORMATS_OF_COLUMNS = {
 DETECTED = ("messages", "prompt", "completion", "text")
 
 
-def find_column_problems(o: RowOptions, *, as_chat: bool) -> list[str]:
+def find_column_problems(o: RowOptions) -> list[str]:
     """Problems with --columns: for several formats, or for a different one than --format."""
-    formats = FORMATS_OF_COLUMNS | ({"system": ("completion", "alpaca", "sharegpt")} if as_chat else {})
+    formats = FORMATS_OF_COLUMNS
     given = [name for column in o.columns if (name := column.partition("=")[0]) in formats]
     if len(set(given)) < len(given):
         return [f"--columns {' '.join(o.columns)}: a name is given twice"]

@@ -12,7 +12,7 @@ from mini_trainer.options import (
     flatten_options,
     list_data_sets,
 )
-from mini_trainer.options.doors import RANDOM_FORMATS, open_door
+from mini_trainer.options.doors import open_door
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import list_all_changed, list_changed, list_given, list_row_sources
 from mini_trainer.options.urls import find_url_faults, hide_credentials, is_url
@@ -115,7 +115,7 @@ def find_format_problems(options: TrainOptions, *, has_rows: bool) -> list[str]:
         return [useless] if rows.format is not None and fitting else []
     or_pairs = ", or of --format preference with --feedback-from-pairs" if wanted == "feedback" else ""
     needs = f"--objective {objective} needs rows of --format {wanted}{or_pairs}"
-    if has_rows and rows.mock_data is not None and wanted not in RANDOM_FORMATS:
+    if has_rows and rows.mock_data is not None:
         return [f"{needs}: --mock-data has none"]
     makes = "feedback" if rows.feedback_from_pairs else complete_rows(rows, objective).format
     return [needs] if has_rows and makes != wanted else []
