@@ -380,7 +380,6 @@ class PackedModel(nn.Module):
         self.row_model, self.loss = objective.family.open_row_model(model), objective.make_loss(is_fused=is_fused)
         # A context in which the model runs transformers' own code, without kernels that replace parts of it.
         self.own_code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.is_random = True  # whether training may draw random numbers, which a recomputation has to draw again
         self.whole_weights: Any = None  # WholeWeights, where one rank holds all weights
         self.frees_head = False  # after each forward pass, whose results then cannot refer to it
         self.compiled: tuple[Compiled, ...] = ()  # the blocks' forward methods, with --compile
