@@ -64,7 +64,7 @@ def diverge_plainly(name: str, logits: torch.Tensor, target: torch.Tensor, teach
         if name == "masked-kl":
             ids = [i for i in ids if i != y]
         rest = [i for i in range(V) if i not in ids and not (name == "masked-kl" and i == y)]
-        p, q = (sum_buckets(v, ids, [] if name == "top-k-kl" else rest) for v in (p, q))
+        p, q = (sum_buckets(v, ids, rest) for v in (p, q))
         p, q = p / p.sum(), q / q.sum()
         m = (p + q) / 2
         match name:
@@ -87,7 +87,7 @@ def test_divergences_of_files_are_their_definitions(name, top_k):
     found = FROM_TOP[name](logits, target, top)
     torch.testing.assert_close(found.values.sum(), expected.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found.d_logits, own.grad, rtol=1e-10, atol=1e-10)
-    if top_k == V and name != "top-k-kl":
+    if top_k == V:
         whole = FROM_LOGITS[name](logits, target, teacher)
         torch.testing.assert_close(found.values, whole.values, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(found.d_logits, whole.d_logits, rtol=1e-10, atol=1e-10)
@@ -342,7 +342,7 @@ def diverge_rows(name: str, logits, labels, teacher, ids):
     p, q = (torch.where(kept, v.softmax(1), 0.0) for v in (logits, teacher))
     if ids is not None:
         named = torch.zeros_like(kept).scatter(1, ids, True) & kept
-        rests = [] if name == "top-k-kl" else [torch.where(named, 0.0, v).sum(1, keepdim=True) for v in (p, q)]
+        rests = [torch.where(named, 0.0, v).sum(1, keepdim=True) for v in (p, q)]
         p, q = (torch.cat([torch.where(named, v, 0.0), *rests[i : i + 1]], 1) for i, v in enumerate((p, q)))
     p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
     if name == "reverse-kl":
@@ -355,7 +355,6 @@ def diverge_rows(name: str, logits, labels, teacher, ids):
     [
         ("forward-kl", 1.0, False),
         ("forward-kl", 2.0, False),
-        ("top-k-kl", 1.0, False),
         ("masked-kl", 1.0, False),
         ("forward-kl", 2.0, True),
         ("masked-kl", 1.0, True),

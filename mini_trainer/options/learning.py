@@ -87,9 +87,8 @@ class TeacherOptions:
     """Weight of the divergence from the teacher, from 0 to 1, one for all rows or one for each --data-path; the
     cross-entropy gets the rest. Default: no teacher."""
     teacher_divergence: Literal[*dict.fromkeys((*FROM_TOP, *FROM_LOGITS))] = "forward-kl"
-    """forward-kl: KL(teacher || model); with files, all tokens outside their top k form one bucket; top-k-kl: the same,
-    renormalised over the top k; masked-kl: leaves the target out, so that it can be learned while everything else is
-    kept. reverse-kl and jsd need --teacher-model."""
+    """forward-kl: KL(teacher || model); with files, all tokens outside their top k form one bucket. masked-kl: leaves
+    the target out, so that it can be learned while everything else is kept. reverse-kl and jsd need --teacher-model."""
     teacher_temperature: float = option(1.0, above=0)
     """Temperature of both distributions; must be that of the files."""
     teacher_scores: str = option("teacher", is_path=True)
