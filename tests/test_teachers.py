@@ -557,17 +557,6 @@ def test_without_weight_the_run_is_the_one_without_a_teacher(models, world, tmp_
     assert [(row["loss"], row["grad_norm"]) for row in plain] == [(row["loss"], row["grad_norm"]) for row in taught]
 
 
-def test_noise_on_the_embeddings_counts_with_a_teacher(models, world, tmp_path):
-    """Options of language modelling are not dropped: NEFTune's noise changes the loss."""
-    losses = []
-    for root, alpha in (("plain", None), ("noisy", 50.0)):
-        (tmp_path / root).mkdir()
-        score_here(world, models[1], write_data(tmp_path / root / "data.arrow", models[0]))
-        train_on(1, world, **make_options(tmp_path / root, models, neftune_alpha=alpha, max_steps=1))
-        losses.append(read_numbers(tmp_path / root)[0, 0])
-    assert losses[0] != losses[1]
-
-
 def test_each_data_set_reports_its_own_share(models, world, tmp_path):
     paths = [write_data(tmp_path / f"{name}.arrow", models[0], seed=i, num_samples=12) for i, name in enumerate("ab")]
     for path in paths:

@@ -162,9 +162,6 @@ class OptimizationOptions:
     router_loss_over: Literal["sequence", "global-batch"] = "sequence"
     """Tokens over which the load-balancing loss is computed. sequence: each sequence by itself; global-batch: all
     tokens of a step, so that experts may specialize on some samples; costs a forward pass."""
-    neftune_alpha: float | None = option(None, above=0)
-    """NEFTune: add uniform noise of at most this / sqrt(tokens x hidden size) to each sample's embeddings in training;
-    5 to 15 are usual."""
     max_grad_norm: float | None = option(1.0, above=0)
     """Maximum global gradient norm; None: no clipping."""
 
