@@ -41,8 +41,6 @@ def is_finite(tensor: Tensor) -> bool:
 FP8 = ("F8_E4M3", "F8_E5M2")  # as safetensors names them
 
 QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are stored in
-# Settings of releases that are older than the key in config.json.
-SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
 
 Settings = dict[str, Any]  # `quantization_config` of a config.json
 Reader = Callable[[], Tensor]  # returns a tensor as stored, on the CPU; may be mapped from the file
@@ -109,8 +107,7 @@ def find_quantization(model_dir: str | Path) -> Settings | None:
     texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     found = [part[key] for part in texts for key in ("quantization_config", "compression_config") if part.get(key)]
     if not found:
-        kinds = (kind for name, kind in SIDE_FILES.items() if (Path(model_dir) / name).is_file())
-        return next(({"quant_method": kind} for kind in kinds), None)
+        return None
     if not isinstance(found[0], dict):
         raise ValueError(f"{model_dir}/config.json: quantization_config is {found[0]!r:.80}, not a JSON object")
     return found[0]

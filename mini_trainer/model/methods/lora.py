@@ -72,7 +72,7 @@ class LoRA(Method):
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         if self.path is not None:
-            self.given = adapter_files.read_config(self.path, trains=True)
+            self.given = adapter_files.read_config(self.path)
 
     def list_data_hashes(self) -> list[str]:
         return [] if self.path is None else list(adapter_files.hash_adapter(self.path).values())
