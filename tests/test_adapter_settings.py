@@ -204,7 +204,7 @@ def test_a_config_that_is_no_config_is_one_message(text, tmp_path):
 def test_what_peft_writes_by_default_is_followed_by_all(tmp_path):
     LoraConfig(target_modules=LAYERS).save_pretrained(tmp_path)
     for reader in ("here", "peft", "vllm"):
-        check_settings(tmp_path, flag="--x", runner=reader, trains=True)
+        check_settings(tmp_path, flag="--x", runner=reader)
 
 
 @pytest.mark.parametrize("settings", [dict(bias="all"), dict(lora_bias=True), dict(trainable_token_indices=[5, 6])])
@@ -296,7 +296,7 @@ def test_a_pattern_of_ones_own_has_the_same_limit(monkeypatch):
 def test_a_rank_that_the_file_cannot_hold_is_refused_before_memory_is_taken(settings, key, tmp_path):
     write_settings(tmp_path, **settings)
     save_file({f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(8, 32)}, tmp_path / ADAPTER_WEIGHTS)
-    rank, most = (10**9, "65,536") if settings == {"r": 10**9} else (40, "32")
+    rank = 10**9 if settings == {"r": 10**9} else 40
     for reader in ("here", "peft"):
-        with pytest.raises(ValueError, match=f"adapter_config.json: {key} is {rank}, .*1 to {most}"):
+        with pytest.raises(ValueError, match=f"adapter_config.json: {key} is {rank}, .*1 to 32"):
             check_settings(tmp_path, flag="--x", runner=reader)

@@ -103,14 +103,7 @@ Runner = Literal["here", "peft", "vllm"]  # the program that runs the adapter
 RUNNERS = {"here": "this program", "peft": "generating with peft", "vllm": "vLLM"}
 FOLLOWED_BY = {"here": FOLLOWED, "peft": FOLLOWED | BY_PEFT, "vllm": FOLLOWED - NOT_BY_VLLM}
 
-PLAIN_INITS = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "eva",
-    "orthogonal",
-)  # initializations that do not change the base's weights
+PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # which leave the base's weights as they are
 REPEATABLE_INITS = ("pissa", "olora")  # repeated exactly by peft on the base when it loads the adapter
 
 CONVERSION = (
@@ -155,29 +148,20 @@ def check_numbers(settings: dict[str, Any], directory: Path, flag: str) -> None:
     """ValueError for ranks above the file's own sizes, for which nobody should reserve memory, and for alphas that
     nothing can compute with. peft checks neither."""
     most = min(MOST_RANK, max((size for shape in read_shapes(directory).values() for size in shape), default=MOST_RANK))
-    ranks, alphas = (
-        list_values(settings, *names) for names in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
-    )
-    wrong_ranks = [name for name, rank in ranks.items() if type(rank) is not int or not 1 <= rank <= most]
-    wrong_alphas = [
-        name for name, alpha in alphas.items() if type(alpha) not in (int, float) or not 0 < abs(alpha) <= MOST_ALPHA
-    ]
-    for wrong, values, allowed in (
-        (wrong_ranks, ranks, f"an integer from 1 to {most:,}, the longest side of its tensors"),
-        (wrong_alphas, alphas, f"a number other than 0, of magnitude at most {MOST_ALPHA:.0e}"),
+    for name, patterns, is_allowed, allowed in (
+        ("r", "rank_pattern", lambda rank: type(rank) is int and 1 <= rank <= most, f"an integer from 1 to {most:,}"),
+        ("lora_alpha", "alpha_pattern", is_alpha, f"a number other than 0, of magnitude at most {MOST_ALPHA:.0e}"),
     ):
-        if wrong:
-            given = json.dumps(values[wrong[0]])[:60]
-            raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG}: {wrong[0]} is {given}, but must be {allowed}")
+        own, values = settings.get(patterns) or {}, {name: settings.get(name, 1)}
+        values |= {f"{patterns}: {key}": v for key, v in own.items()} if isinstance(own, dict) else {patterns: own}
+        for key, value in values.items():
+            if not is_allowed(value):
+                given = json.dumps(value)[:60]
+                raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG}: {key} is {given}, but must be {allowed}")
 
 
-def list_values(settings: dict[str, Any], name: str, patterns: str) -> dict[str, Any]:
-    """A setting's value, and those that its patterns have for some layers."""
-    own = settings.get(patterns) or {}
-    by_pattern = (
-        {f"{patterns}: {key}": value for key, value in own.items()} if isinstance(own, dict) else {patterns: own}
-    )
-    return {name: settings.get(name, 1)} | by_pattern
+def is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < abs(value) <= MOST_ALPHA  # False for NaN and infinity
 
 
 def read_shapes(directory: Path) -> dict[str, list[int]]:
