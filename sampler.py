@@ -301,14 +301,9 @@ def iterate_batches(
     for step, sample_ids in zip(steps, batches, strict=False):
         lengths = data.lengths[sample_ids]
         table = pack_batch(data.sizes[sample_ids], cap, num_rows, attention_cost, data.load_of(sample_ids))
-        micro_batches = []
-        for row in table:
-            positions = [num_drawn + i for i in row[own]]
-            micro_batches.append(
-                read_micro_batch(
-                    data, sample_ids[row[own]], objective, row_group=world.row_group, stream_positions=positions
-                )
-            )
+        micro_batches = [
+            read_micro_batch(data, sample_ids[row[own]], objective, row_group=world.row_group) for row in table
+        ]
         counts = data.num_loss_tokens[sample_ids]  # (samples,)
         num_targets, num_tokens = int(counts.sum()), int(lengths[counts > 0].sum())
         divisors = objective.weigh(num_targets, num_tokens, map(data.read, sample_ids.tolist()))
@@ -323,12 +318,11 @@ def read_micro_batch(
     objective: Objective,
     *,
     row_group: RowGroup | None = None,
-    stream_positions: list[int] | None = None,
     by_sample: bool = False,
 ) -> MicroBatch:
     """The packed rows, with their sources if there are several data sets; an idle micro-batch without rows.
 
-    `stream_positions`: of the rows in the run's stream. `by_sample`: every row is a separate source.
+    `by_sample`: every row is a separate source.
     """
     sources, num_sources = None, len(data.sources)
     if len(rows) and by_sample:
@@ -336,9 +330,7 @@ def read_micro_batch(
     elif len(rows) and num_sources > 1:
         sources = data.numbers.source_of(rows)
     samples = [data.read(row) for row in rows.tolist()] or [objective.make_idle_sample()]
-    micro_batch = objective.pack(samples, sources=sources, num_sources=num_sources, row_group=row_group)
-    micro_batch.stream_positions = stream_positions
-    return micro_batch
+    return objective.pack(samples, sources=sources, num_sources=num_sources, row_group=row_group)
 
 
 def pin_memory(batches: Iterator[Batch]) -> Iterator[Batch]:

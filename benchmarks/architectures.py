@@ -42,7 +42,6 @@ from mini_trainer.distributed.world import init_world
 from mini_trainer.model.check import check_model
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.flops import count_flops
-from mini_trainer.model.method import Full
 from mini_trainer.objectives.families.text import choose_auto_class
 from mini_trainer.objectives.next_tokens import CausalLM
 
@@ -237,7 +236,7 @@ def run_packed(path: Path, activation_checkpointing: str, num_vocab: int) -> tup
     config = packed_model.model.config
     check_rope(config, longest=max(LENGTHS))
     count_flops(packed_model.model)
-    check_model(packed_model, objective, Full(), world=world)
+    check_model(packed_model, objective, world=world)
     loss_sum = packed_model(pack_sequences(make_sequences(num_vocab))).loss
     loss_sum.backward()
     params = packed_model.model.named_parameters()

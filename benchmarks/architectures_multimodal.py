@@ -100,7 +100,7 @@ def run_packed(path: Path, sequences: list[np.ndarray], world: World) -> tuple[P
     config = packed_model.model.config
     check_rope(config, longest=max(LENGTHS))
     count_flops(packed_model.model)
-    check_model(packed_model, objective, Full(), world=world)
+    check_model(packed_model, objective, world=world)
     loss_sum = packed_model(pack_sequences(sequences)).loss
     loss_sum.backward()
     params = packed_model.model.named_parameters()

@@ -107,7 +107,7 @@ def judge(family: str, directory: Path) -> Judged:
         packed_model = build_model(
             source, compute.compute, compute.sharding, objective=objective, method=Full(), world=world
         )
-        check_model(packed_model, objective, Full(), world=world)
+        check_model(packed_model, objective, world=world)
     except ValueError as error:
         return Judged("refused", detail=" ".join(str(error).replace(str(model_dir), "M").split())[:300])
     samples = [rows.read(row) for row in range(len(rows.lengths))]

@@ -136,20 +136,12 @@ def test_an_adapter_beside_changed_weights_is_refused_and_peft_computes_it(init,
     torch.testing.assert_close(merge(inputs, converted, tmp_path / "m", world), expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("init", ["pissa_niter_4", "corda", "lora_ga", "loftq", "something_new"])
+@pytest.mark.parametrize("init", ["pissa_niter_4", "corda", "lora_ga", "loftq", "mica", "something_new"])
 @pytest.mark.parametrize("reader", ["here", "peft", "vllm"])
 def test_initializations_that_nobody_can_repeat_are_refused(init, reader, tmp_path):
     write_settings(tmp_path, init_lora_weights=init)
     with pytest.raises(ValueError, match=f"--x .*init_lora_weights '{init}'"):
         check_settings(tmp_path, flag="--x", runner=reader)
-
-
-def test_an_adapter_half_of_which_trains_is_merged_and_not_trained(world, tmp_path):
-    inputs, adapter = make_inputs(tmp_path, "llama"), tmp_path / "given"
-    expected = make_adapter(inputs, adapter, init_lora_weights="mica")
-    torch.testing.assert_close(merge(inputs, adapter, tmp_path / "merged", world), expected, rtol=2e-5, atol=2e-5)
-    with pytest.raises(ValueError, match="MiCA"):
-        train(world, inputs, tmp_path / "run", lora_adapter=str(adapter), lora_rank=None, lora_alpha=None)
 
 
 def write_settings(directory: Path, **settings: object) -> None:
@@ -170,12 +162,10 @@ def test_every_other_setting_is_refused_by_its_name(value, reader, tmp_path):
 
 
 WRONG_VALUES = [
-    *(("r", value) for value in ("8", 8.5, 0, -8, None, True, float("nan"))),
-    *(("lora_alpha", value) for value in (float("nan"), float("inf"), float("-inf"), "16", 0, 1e300, 10**400, None)),
-    *(("lora_dropout", value) for value in ("a", 1.5, 1, -0.1, float("nan"))),
-    *(("rank_pattern", value) for value in ({"(((": 4}, [1], {"q_proj": "x"}, {"q_proj": 0}, None)),
-    *(("alpha_pattern", value) for value in ({".*": None}, {".*": float("nan")}, {"(((": 4})),
-    *((name, "yes") for name in ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying")),
+    *(("r", value) for value in ("8", 8.5, 0, None, True, float("nan"))),
+    *(("lora_alpha", value) for value in (float("nan"), float("inf"), "16", 0, 1e300, 10**400, None)),
+    *(("rank_pattern", value) for value in ([1], {"q_proj": "x"}, {"q_proj": 0})),
+    *(("alpha_pattern", value) for value in ({".*": None}, {".*": float("nan")})),
 ]
 
 
@@ -183,7 +173,9 @@ WRONG_VALUES = [
 def test_a_value_that_nothing_can_compute_with_is_refused_by_its_key(name, value, world, tmp_path):
     (tmp_path / "adapter_model.safetensors").touch()
     write_settings(tmp_path, **{name: value})
-    message = f"^--adapter .*adapter_config.json: {name} is {re.escape(json.dumps(value)[:60])}, "
+    ((key, given),) = value.items() if isinstance(value, dict) else [("", value)]
+    key = re.escape(f"{name}: {key}" if key else name)
+    message = f"^--adapter .*adapter_config.json: {key} is {re.escape(json.dumps(given)[:60])}, "
     with pytest.raises(ValueError, match=message):
         merge_adapter(MergeAdapterOptions(adapter=str(tmp_path), output_dir=str(tmp_path / "merged")), world)
     for reader in ("here", "peft"):
@@ -212,7 +204,7 @@ def test_a_config_that_is_no_config_is_one_message(text, tmp_path):
 def test_what_peft_writes_by_default_is_followed_by_all(tmp_path):
     LoraConfig(target_modules=LAYERS).save_pretrained(tmp_path)
     for reader in ("here", "peft", "vllm"):
-        check_settings(tmp_path, flag="--x", runner=reader, trains=True)
+        check_settings(tmp_path, flag="--x", runner=reader)
 
 
 @pytest.mark.parametrize("settings", [dict(bias="all"), dict(lora_bias=True), dict(trainable_token_indices=[5, 6])])
@@ -304,7 +296,7 @@ def test_a_pattern_of_ones_own_has_the_same_limit(monkeypatch):
 def test_a_rank_that_the_file_cannot_hold_is_refused_before_memory_is_taken(settings, key, tmp_path):
     write_settings(tmp_path, **settings)
     save_file({f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(8, 32)}, tmp_path / ADAPTER_WEIGHTS)
-    rank, most = (10**9, "65,536") if settings == {"r": 10**9} else (40, "32")
+    rank = 10**9 if settings == {"r": 10**9} else 40
     for reader in ("here", "peft"):
-        with pytest.raises(ValueError, match=f"adapter_config.json: {key} is {rank}, .*1 to {most}"):
+        with pytest.raises(ValueError, match=f"adapter_config.json: {key} is {rank}, .*1 to 32"):
             check_settings(tmp_path, flag="--x", runner=reader)

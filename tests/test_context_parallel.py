@@ -151,7 +151,6 @@ def test_a_model_whose_rows_cannot_be_divided_is_refused(name, config, reason):
     ("changes", "problem"),
     [
         (dict(context_parallel=1), "at least 2"),
-        (dict(context_parallel=2, neftune_alpha=5.0), "--neftune-alpha"),
         (dict(context_parallel=2, compile=True), "--compile"),
         (dict(context_parallel=2, objective="token-classification"), "targets"),
     ],

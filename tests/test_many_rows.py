@@ -306,8 +306,8 @@ def test_ranks_share_the_batches_that_one_would_train(sizes, many, tmp_path):
     ]
     for whole, *parts in zip(*batches, strict=True):
         assert all(np.array_equal(whole.sample_ids, part.sample_ids) for part in parts)
-        whole_draws, shared_draws = (
-            sorted(draw for part in some for one in part.micro_batches for draw in one.stream_positions)
-            for some in ([whole], parts)
-        )
-        assert shared_draws == whole_draws and len(whole_draws) == len(whole.sample_ids)
+        own = [(part, row[rank], one) for rank, part in enumerate(parts)
+               for row, one in zip(part.table, part.micro_batches, strict=True)]  # fmt: skip
+        assert sorted(i for _, drawn, _ in own for i in drawn) == list(range(len(whole.sample_ids)))
+        for part, drawn, one in own:
+            assert not drawn or one.row.seq_lengths[: len(drawn)] == part.lengths[drawn].tolist()

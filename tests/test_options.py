@@ -426,4 +426,4 @@ def test_options_ask_for_no_objective_by_name():
 
 def test_train_has_no_more_options_than_it_had():
     """A new one takes an old one out; options of the data belong to process_data.py."""
-    assert len(list(options.iterate_fields(TrainOptions))) == 154
+    assert len(list(options.iterate_fields(TrainOptions))) == 153

@@ -113,7 +113,6 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
             dict(data_path="d", objective="preference", preference_loss="orpo", reference_model="m"),
             "--reference-model: ",
         ),
-        (dict(data_path="d", objective="preference", neftune_alpha=5.0), "--neftune-alpha 5.0: "),
         (dict(data_path="d", objective="reward", label_smoothing=0.1), "--label-smoothing: "),
         (dict(data_path="d", objective="reward", reward_centering=-1.0), "--reward-centering -1.0"),
         (dict(input_file="r", format="classification"), "--format classification "),

@@ -1,4 +1,4 @@
-"""Noise on embeddings and smoothed targets: transformers' own, however the batch is divided."""
+"""Smoothed targets, transformers' own however the batch is divided, and dropout."""
 
 import json
 from itertools import combinations
@@ -9,20 +9,17 @@ from hand_made import read_triple
 from in_process import train_here, train_on
 from plain_loop import train_plainly
 from small_runs import OPTIONS, read_rows
-from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
-from tiny_data import read_lines, write_samples
+from tiny_data import write_samples
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
-from transformers.integrations import neftune_post_forward_hook
 from transformers.trainer_pt_utils import LabelSmoother
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.objectives.objective import derive_noise_seed
 
 MODEL = "qwen3"
-ALPHA, SMOOTHING, STEPS, SEED = 15.0, 0.1, 3, 42
-REGULARIZED = dict(neftune_alpha=ALPHA, label_smoothing=SMOOTHING)
+SMOOTHING, STEPS, SEED = 0.1, 3, 42
+REGULARIZED = dict(label_smoothing=SMOOTHING)
 RUN = OPTIONS | dict(max_steps=STEPS, save_final_checkpoint=False, min_samples_per_checkpoint=10**6, adam_eps=1e-6)
 
 
@@ -30,15 +27,11 @@ def train_with_transformers(inputs: dict[str, str]) -> tuple[list[float], list[f
     """By transformers alone, a sequence at a time, with its own hook and its own loss: losses, gradient norms."""
     data, smoother = Mixture([TokenizedData(inputs["data_path"])]), LabelSmoother(epsilon=SMOOTHING)
     model = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"]).train()
-    embedding = model.get_input_embeddings()
-    embedding.neftune_noise_alpha = ALPHA
-    embedding.register_forward_hook(neftune_post_forward_hook)
 
     def backward(rows: list[int], start: int) -> float:
         batch = [[torch.tensor(array.astype(int))[None] for array in read_triple(data, row)[:2]] for row in rows]
         counts, total = [int((labels[:, 1:] != -100).sum()) for _, labels in batch], 0.0
-        for i, ((ids, labels), count) in enumerate(zip(batch, counts, strict=True), start):
-            torch.manual_seed(derive_noise_seed(SEED, i))
+        for (ids, labels), count in zip(batch, counts, strict=True):
             logits = model(input_ids=ids, use_cache=False).logits
             if count:
                 loss = smoother({"logits": logits}, labels, shift_labels=True) * count / sum(counts)
@@ -64,21 +57,6 @@ def test_a_run_is_transformers_own_on_any_ranks_and_however_it_is_divided(inputs
         assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4), name
 
 
-@pytest.mark.wide
-def test_noise_is_other_noise_in_every_epoch_and_of_every_seed_and_resumes(inputs, world, tmp_path):
-    """At a learning rate of 0, where only the noise moves the loss of the same samples."""
-    still = inputs | RUN | dict(learning_rate=0.0, batch_size=20, max_steps=4, neftune_alpha=ALPHA)
-    train_here(world, **still, output_dir=str(tmp_path / "run"))
-    losses = [row["loss"] for row in read_rows(tmp_path / "run")]
-    assert len(set(losses)) == 4
-    resumed_from = str(tmp_path / "run/checkpoints/step_2")
-    train_here(world, **still, resume=resumed_from, output_dir=str(tmp_path / "resumed"))
-    rows = read_lines(tmp_path / "resumed/training_metrics_0.jsonl")
-    assert [row["loss"] for row in rows][-2:] == losses[-2:]
-    train_here(world, **still | dict(max_steps=1, seed=7), output_dir=str(tmp_path / "seed"))
-    assert read_rows(tmp_path / "seed")[0]["loss"] != losses[0]
-
-
 @pytest.mark.slow
 def test_dropout_is_other_dropout_in_every_step_on_every_rank_and_of_every_seed(world, tmp_path):
     """At a learning rate of 0, on equal samples of which each rank has one, where only dropout moves the loss."""
@@ -96,8 +74,8 @@ def test_dropout_is_other_dropout_in_every_step_on_every_rank_and_of_every_seed(
     assert min(abs(a - b) for a, b in combinations(different, 2)) > 1e-4, different
 
 
-def test_validations_have_neither_noise_nor_smoothed_targets(inputs, world, tmp_path):
-    """And what trains has both, here adapters and embeddings that train beside them."""
+def test_validations_have_no_smoothed_targets(inputs, world, tmp_path):
+    """And what trains has them, here adapters and embeddings that train beside them."""
     changes = dict(lora=True, lora_modules_to_save=("embed_tokens",))
     found = {}
     for name, given in {
@@ -112,18 +90,3 @@ def test_validations_have_neither_noise_nor_smoothed_targets(inputs, world, tmp_
     assert found["regularized"][1] == pytest.approx(found["plain"][1], rel=1e-6)
     assert found["regularized"][0] != pytest.approx(found["plain"][0], rel=1e-3)
     assert found["small"] == pytest.approx(found["regularized"], rel=1e-6)
-
-
-def test_classifiers_have_noise_too(world, tmp_path):
-    model = save_base(CLASSIFIERS["distilbert"], tmp_path / "model")
-    data = write_classified(tmp_path / "data.arrow", make_class_samples(20), model)
-    run = RUN | dict(
-        model_name_or_path=str(model), data_path=str(data), objective="sequence-classification", max_steps=1
-    )
-    losses = {}
-    for name, changes in {"plain": {}, "noise": dict(neftune_alpha=ALPHA), "small": dict(neftune_alpha=ALPHA)}.items():
-        cap = dict(max_tokens_per_gpu=41) if name == "small" else {}
-        train_here(world, **run | changes | cap, output_dir=str(tmp_path / name))
-        losses[name] = read_rows(tmp_path / name)[0]["loss"]
-    assert losses["noise"] != pytest.approx(losses["plain"], rel=1e-3)
-    assert losses["small"] == pytest.approx(losses["noise"], rel=1e-6)

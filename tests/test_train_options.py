@@ -270,7 +270,6 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "reference_model",
     "kto_weight_ratio",
     "reward_centering",
-    "neftune_alpha",  # test_regularization.py
     "best_metric",  # test_class_validation.py
     "validation_data_path",  # these: test_validation.py
     "validate_every_steps",

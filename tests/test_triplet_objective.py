@@ -160,7 +160,7 @@ class Triplets(Objective):
     def make(
         cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
     ) -> "Triplets":
-        return cls(family, settings.noise)
+        return cls(family)
 
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """One sequence: an anchor alone."""

@@ -85,7 +85,7 @@ def build(path: Path, world, freeze: tuple[str, ...] = ("vision",), method: Meth
     packed = build_model(
         source, options.compute, options.sharding, objective=objective, method=method or Full(), world=world
     )
-    check_model(packed, objective, method or Full(), world=world)
+    check_model(packed, objective, world=world)
     return objective, packed
 
 

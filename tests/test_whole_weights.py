@@ -27,7 +27,7 @@ CASES = [
     long("gemma3", dict(tiled_mlp=True)),
     long("llama", LORA | dict(base_quantization="nf4")),
     wide("gemma2_softcaps", dict(optimizer="adamw8bit")),
-    wide("gpt2", dict(neftune_alpha=5.0)),
+    wide("gpt2", {}),
     wide("gpt_oss_sinks", {}),
 ]
 

@@ -14,7 +14,7 @@ MOST_NAMES = 3  # of one meaning
 SHOWN = (
     *("model_name_or_path", "input_dataset", "chat_template", "max_sample_num_tokens", "max_epochs"),
     *("num_warmup_steps", "lr_scheduler", "min_lr_ratio", "optimizer"),
-    *("neftune_alpha", "label_smoothing", "loss_weighting", "objective", "preference_loss"),
+    *("label_smoothing", "loss_weighting", "objective", "preference_loss"),
     *("preference_beta", "preference_gamma", "preference_nll_weight", "kto_weight_ratio"),
     *("reference_model", "reward_centering", "lora", "lora_rank", "lora_target_modules", "lora_modules_to_save"),
     *("base_quantization", "activation_checkpointing", "use_liger_kernels", "compile", "context_parallel"),

@@ -1,7 +1,7 @@
 """Activation checkpointing: the outputs that blocks keep for backward, and those that they recompute."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,23 +86,3 @@ def set_activation_checkpointing(packed_model: PackedModel, method: Method, mode
             apply_activation_checkpointing(blocks)
         case _:
             raise ValueError(f"--activation-checkpointing {mode}: is not implemented")
-    if not packed_model.is_random:
-        forget_random_states(packed_model)
-
-
-def forget_random_states(packed_model: PackedModel) -> None:
-    """Recomputes blocks without the random number generators' states of the forward pass, which then are not saved.
-
-    For models whose training draws no random numbers. Blocks that are compiled with their checkpoint stay as they are.
-    """
-    packed_model.is_random = False
-    for block in find_blocks(packed_model.model):
-        block.forward = without_random_states(block.forward)
-
-
-def without_random_states(forward: Callable) -> Callable:
-    """The forward of a block; its checkpoint may be inside of another wrapper's arguments (offloading)."""
-    if not isinstance(forward, functools.partial):
-        return forward
-    changes = dict(preserve_rng_state=False) if forward.func is checkpoint else {}
-    return functools.partial(forward.func, *map(without_random_states, forward.args), **forward.keywords | changes)

@@ -16,7 +16,6 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, sum_parts
 from mini_trainer.model.attention import OWN
 from mini_trainer.model.blocks import find_mixers
-from mini_trainer.model.method import Method
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.families.text_tower import (
@@ -29,7 +28,7 @@ from mini_trainer.objectives.families.text_tower import (
 from mini_trainer.objectives.objective import Objective, PackedModel
 
 
-def check_model(packed_model: PackedModel, objective: Objective, method: Method, *, world: World) -> None:
+def check_model(packed_model: PackedModel, objective: Objective, *, world: World) -> None:
     """Refuses a model whose packed sequences see each other or whose loss here differs from the model's own.
 
     Layers with a recurrent state whose kernels take a row's sequence borders are checked in train and in eval mode, in
@@ -44,29 +43,24 @@ def check_model(packed_model: PackedModel, objective: Objective, method: Method,
         mixers = []
     if mixers:
         try:
-            check_packing(packed_model, objective, method, world=world, training=mixers)
-            check_packing(packed_model, objective, method, world=world)
+            check_packing(packed_model, objective, world=world, training=mixers)
+            check_packing(packed_model, objective, world=world)
             return
         except ValueError as error:
             use_loop(blocks)
             log.warning(f"layers with a recurrent state run once per sequence, since with their kernels: {error}")
-    check_packing(packed_model, objective, method, world=world)
+    check_packing(packed_model, objective, world=world)
 
 
 @torch.no_grad()
 @run_eagerly()  # in eval mode and without gradients the blocks would be compiled once more
 def check_packing(
-    packed_model: PackedModel,
-    objective: Objective,
-    method: Method,
-    *,
-    world: World,
-    training: Sequence[nn.Module] = (),
+    packed_model: PackedModel, objective: Objective, *, world: World, training: Sequence[nn.Module] = ()
 ) -> None:
     """Compares, on three short random sequences: each one's hidden states before and after the others change; packed
     hidden states and loss with the model's own forward pass over one sequence at a time; and the sliding windows that
-    reach the attention backend with those that the config declares. Then runs the method's own check. Layers in fp8
-    are compared with the model's own forward pass in higher precision.
+    reach the attention backend with those that the config declares. Layers in fp8 are compared with the model's own
+    forward pass in higher precision.
 
     The modules in `training` are in train mode, all others in eval mode.
     """
@@ -107,7 +101,6 @@ def check_packing(
     # The windows that the config declares reach the backend.
     if packed_model.backend != OWN:  # the model's own attention applies its own windows
         check_windows(packed_model, pack(sequences))
-    method.check_start(packed_model, pack(sequences))
 
     # Hidden states and loss are the model's own.
     with in_high_precision(model) as changes:
@@ -137,31 +130,6 @@ def check_packing(
         )
     reshard(packed_model)
     packed_model.train()
-
-
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")
-def draws_random_numbers(packed_model: PackedModel, objective: Objective, *, world: World) -> bool:
-    """Whether a forward pass in train mode moves a random number generator: dropout, noise of routers.
-
-    True without a look for code that is not transformers': it might draw for some inputs only.
-    """
-    model = packed_model.model
-    if not type(model).__module__.startswith("transformers."):
-        return True
-    samples = [objective.make_check_sample(ids) for ids in draw_sequences(model, np.random.default_rng(0))]
-    micro_batch = objective.pack(samples, row_group=world.row_group).to(world.device)
-    devices = [world.device] if world.device.type == "cuda" else []
-
-    def read_states() -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-
-    with torch.random.fork_rng(devices):
-        before = read_states()
-        packed_model(micro_batch)
-        moved = [not torch.equal(state, now) for state, now in zip(before, read_states(), strict=True)]
-    reshard(packed_model)
-    return any(moved)
 
 
 def draw_sequences(model: PreTrainedModel, random: np.random.Generator) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from mini_trainer.distributed.world import World
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.weights import Reader, WeightGroup, gather_parameters
-from mini_trainer.objectives.families.family import Family, MicroBatch
+from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import LeftOut
 from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import DataOptions
@@ -106,9 +106,6 @@ class Method:
 
     def give_memory(self, module: nn.Module, *, world: World) -> None:
         """Allocates those tensors of its own layer that `fill` sets and FSDP does not shard."""
-
-    def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
-        """ValueError if the model, before the first step and in eval mode, computes wrong results."""
 
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
         """Operations among `kept` whose outputs selective checkpointing keeps. Default: all."""

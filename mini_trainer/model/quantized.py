@@ -12,7 +12,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -43,12 +43,6 @@ def take_part(parts: dict[str, Stored], key: str, *, of: str) -> Stored:
     return parts.pop(key)
 
 
-def refuse_leftovers(keys: Iterable[str]) -> None:
-    """ValueError if any parts are left that belong to no weight."""
-    if keys := sorted(keys):
-        raise ValueError(f"{', '.join(keys[:3])} ({len(keys)} in total): the weights that they belong to are missing")
-
-
 # MXFP4
 
 
@@ -66,7 +60,6 @@ def open_mxfp4(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype)
         num_experts, num_outputs, num_groups, _ = blocks.shape
         shape = (num_experts, num_groups * 2 * MXFP4_BYTES, num_outputs)
         parts[name] = Stored(functools.partial(read_mxfp4, blocks, scales, shape, dtype), shape, "")
-    refuse_leftovers(key for key in parts if key.endswith("_scales"))
     return parts
 
 
@@ -100,7 +93,6 @@ def open_fp8(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -
                 f"{key} {list(shape)} has scales {list(scale.shape)}; blocks of {size} need {[*shape[:-2], *grid]}"
             )
         parts[key] = Stored(functools.partial(read_fp8, parts[key], scale, block, dtype), shape, "")
-    refuse_leftovers(key for key in parts if key.endswith("_scale_inv"))
     return parts
 
 
@@ -135,13 +127,6 @@ def open_bitsandbytes(parts: dict[str, Stored], settings: Settings, dtype: torch
             states[name][kind] = parts.pop(key)
     for name, own in states.items():
         open_4bit(parts, name, own, dtype)
-    refuse_leftovers(key for key in parts if key.endswith((".absmax", ".quant_map")))
-    for key, tensor in parts.items():
-        if tensor.dtype in ("U8", "I8"):
-            raise ValueError(
-                f"{key} is in 8 bits, or its quant_state is missing: of bitsandbytes' weights those in 4 bits can be"
-                " dequantized here: use the bf16 release"
-            )
     return parts
 
 
@@ -217,10 +202,6 @@ def open_compressed(parts: dict[str, Stored], settings: Settings, dtype: torch.d
         parts[f"{layer}.weight"] = Stored(
             functools.partial(read_compressed, own, scheme, kind, shape, dtype), shape, ""
         )
-    refuse_leftovers(key for key in parts if key.endswith((".weight_packed", ".weight_shape", ".weight_zero_point")))
-    for key, tensor in parts.items():
-        if tensor.dtype in (*FP8, "I8"):
-            raise ValueError(f"{key} is quantized, but {key}_scale is missing")
     return parts
 
 

@@ -2,10 +2,8 @@
 
 import functools
 import math
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +41,6 @@ def is_finite(tensor: Tensor) -> bool:
 FP8 = ("F8_E4M3", "F8_E5M2")  # as safetensors names them
 
 QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are stored in
-# Settings of releases that are older than the key in config.json.
-SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq"}
 
 Settings = dict[str, Any]  # `quantization_config` of a config.json
 Reader = Callable[[], Tensor]  # returns a tensor as stored, on the CPU; may be mapped from the file
@@ -111,8 +107,7 @@ def find_quantization(model_dir: str | Path) -> Settings | None:
     texts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     found = [part[key] for part in texts for key in ("quantization_config", "compression_config") if part.get(key)]
     if not found:
-        kinds = (kind for name, kind in SIDE_FILES.items() if (Path(model_dir) / name).is_file())
-        return next(({"quant_method": kind} for kind in kinds), None)
+        return None
     if not isinstance(found[0], dict):
         raise ValueError(f"{model_dir}/config.json: quantization_config is {found[0]!r:.80}, not a JSON object")
     return found[0]
@@ -124,73 +119,36 @@ def choose_dtype(config: PreTrainedConfig) -> torch.dtype:
     return named if named in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
 
 
-AHEAD_BYTES = 1 << 30  # no further tensor is begun while this much has been read and not been used
-
-
-class ReadAhead:
-    """Reads tensors in `order` on one thread, so that readers need not be safe for several.
-
-    Holds at most `AHEAD_BYTES` and one tensor more. `take` returns any of them, also out of order.
-    """
-
-    def __init__(self, readers: dict[str, Reader], order: Iterable[str]):
-        self.readers, self.waiting = readers, deque(order)
-        self.begun: dict[str, Future[Tensor]] = {}
-        self.num_held, self.is_reading = 0, False  # bytes read and not taken; whether the next ones are being read
-        self.lock = threading.Lock()
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-
-    def take(self, name: str) -> Tensor:
-        """The tensor of this name, once; raises its reader's error."""
-        with self.lock:
-            if name not in self.begun:
-                if name in self.waiting:
-                    self.waiting.remove(name)
-                self.begin(name)
-            future = self.begun.pop(name)
-        tensor = future.result()
-        with self.lock:
-            self.num_held -= tensor.nbytes
-            self.continue_reading()
-        return tensor
-
-    def begin(self, name: str) -> None:
-        self.begun[name] = self.thread.submit(self.read, name)
-
-    def read(self, name: str) -> Tensor:
-        tensor = self.readers.pop(name)()
-        with self.lock:
-            self.num_held += tensor.nbytes
-            self.is_reading = False
-            self.continue_reading()
-        return tensor
-
-    def continue_reading(self) -> None:
-        if self.waiting and not self.is_reading and self.num_held < AHEAD_BYTES:
-            self.is_reading = True
-            self.begin(self.waiting.popleft())
-
-    def close(self) -> None:
-        """Drops all that was not taken, and waits for the tensor that is being read."""
-        with self.lock:
-            self.waiting.clear()
-        self.thread.shutdown(cancel_futures=True)
+NUM_AHEAD = 2  # tensors that are read while another is in use; fused experts have gigabytes each
 
 
 @contextmanager
 def reading_ahead(readers: dict[str, Reader], module_names: Iterable[str]) -> Iterator[None]:
-    """Makes all `readers` return tensors that are read ahead, in the order of `module_names`, inside this block."""
-    if not readers:  # not on rank 0
-        yield
-        return
+    """Makes all `readers` return tensors that are read ahead, in the order of `module_names`, inside this block.
+
+    One thread reads them, so that readers need not be safe for several; they can be taken in any order.
+    """
     by_module: dict[str, list[str]] = {}
     for name in readers:
         by_module.setdefault(name.rpartition(".")[0], []).append(name)
-    order = [name for module in dict.fromkeys(module_names) for name in by_module.get(module, ())]
-    ahead = ReadAhead(dict(readers), order)
-    readers |= {name: functools.partial(ahead.take, name) for name in readers}
-    try:
-        ahead.continue_reading()
-        yield
-    finally:
-        ahead.close()
+    waiting = {name: None for module in dict.fromkeys(module_names) for name in by_module.get(module, ())}
+    own, begun = dict(readers), {}
+
+    def begin(name: str) -> None:
+        waiting.pop(name, None)
+        begun[name] = thread.submit(own.pop(name))
+
+    def take(name: str) -> Tensor:
+        if name not in begun:
+            begin(name)
+        future = begun.pop(name)
+        while waiting and len(begun) < NUM_AHEAD:
+            begin(next(iter(waiting)))
+        return future.result()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+        readers |= {name: functools.partial(take, name) for name in readers}
+        try:
+            yield
+        finally:
+            thread.shutdown(cancel_futures=True)

@@ -154,8 +154,8 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     raw = [key for keys in sources.values() for key, _ in keys if stored[key].dtype in QUANTIZED_TYPES]
     if raw:
         raise ValueError(
-            f"{raw[0]} is stored as {stored[raw[0]].dtype}, but the config has no quantization_config that says how to"
-            " dequantize it: use the bf16 release"
+            f"{raw[0]} is stored as {stored[raw[0]].dtype}, and neither config nor scales say how to dequantize it (of"
+            " bitsandbytes' weights, only those in 4 bits can be): use the bf16 release"
         )
 
     # Run transformers' loader on placeholders: everything that from_pretrained checks, and the computed buffers.

@@ -303,7 +303,7 @@ class Classification(Objective):
             )
         weights = choose_class_weights(o.class_weights, task, count_labels)
         loss = ClassLoss(task.label_type, weights, o.label_smoothing)
-        return cls(family=replace(family, labels=make_labels(task)), noise=settings.noise, task=task, loss=loss)
+        return cls(family=replace(family, labels=make_labels(task)), task=task, loss=loss)
 
     @classmethod
     def list_metrics(cls) -> dict[str, bool]:

@@ -325,7 +325,7 @@ class CausalLM(Objective):
         cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
     ) -> "CausalLM":
         o = settings.classification
-        return cls(family, settings.noise, label_smoothing=o.label_smoothing, weighting=o.loss_weighting)
+        return cls(family, label_smoothing=o.label_smoothing, weighting=o.loss_weighting)
 
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         labels = np.where(trainable, sample["input_ids"], IGNORED)

@@ -51,7 +51,6 @@ class ObjectiveSettings:
     teacher: TeacherOptions = field(default_factory=TeacherOptions)
     router_aux_loss: float | None = None
     router_loss_over: str = "sequence"
-    noise: "EmbeddingNoise | None" = None
     head_seed: int | None = None  # of a classifier's head that the model's files do not have; None: they must have it
 
 
@@ -143,7 +142,6 @@ class Objective(ABC):
     """A training objective: which model learns, from which samples, by which loss."""
 
     family: Family
-    noise: "EmbeddingNoise | None" = None  # on the embeddings, while it trains
 
     name: ClassVar[str]  # as sidecars of data sets have it
     pipeline_tag: ClassVar[str] = "text-generation"  # of models that it trains, on the hub
@@ -274,46 +272,6 @@ class Objective(ABC):
         return self.pack(samples, row_group=row_group)
 
 
-OF_NOISE = (1,)  # keeps these seeds apart from those of dropout, which are drawn from the same one
-
-
-class EmbeddingNoise:
-    """Uniform noise of at most alpha / sqrt(L x H) on the embeddings of a sequence of L tokens.
-
-    A function of the seed and the sample's position in the stream alone, so it is the same however a batch is divided.
-    """
-
-    def __init__(self, alpha: float, *, seed: int):
-        self.alpha, self.seed = alpha, seed
-        self.micro_batch: MicroBatch | None = None  # whose embeddings get noise
-
-    def attach(self, packed_model: nn.Module) -> None:
-        """From now on the model trains with it. Validations, checks and measurements are of rows without positions in
-        the stream."""
-        packed_model.register_forward_pre_hook(lambda module, inputs: self.look_at(inputs[0], is_on=module.training))
-        packed_model.register_forward_hook(lambda *_: self.look_at(None), always_call=True)
-        packed_model.model.get_input_embeddings().register_forward_hook(lambda _, __, output: self.add(output))
-
-    def look_at(self, micro_batch: MicroBatch | None, *, is_on: bool = False) -> None:
-        self.micro_batch = micro_batch if is_on and micro_batch.stream_positions else None
-
-    def add(self, embeddings: Tensor) -> Tensor:  # (1, T, H)
-        if self.micro_batch is None:
-            return embeddings
-        lengths, positions = self.micro_batch.row.seq_lengths, self.micro_batch.stream_positions
-        assert embeddings.shape[:2] == (1, sum(lengths)), f"{tuple(embeddings.shape)}, of {sum(lengths)} tokens"
-        noise, generator = torch.zeros_like(embeddings), torch.Generator(embeddings.device)
-        for part, position in zip(noise[0].split(lengths), positions, strict=False):  # a row's filling is not a sample
-            generator.manual_seed(derive_noise_seed(self.seed, position))
-            largest = self.alpha / part.numel() ** 0.5
-            part.uniform_(-largest, largest, generator=generator)
-        return embeddings + noise
-
-
-def derive_noise_seed(seed: int, position: int) -> int:
-    return int(np.random.SeedSequence([seed, position], spawn_key=OF_NOISE).generate_state(1)[0])
-
-
 def find_class(name: str) -> type[Objective]:
     """The class of the objective of this name."""
     return open_door(ALL_OBJECTIVES[name].place)
@@ -380,12 +338,9 @@ class PackedModel(nn.Module):
         self.row_model, self.loss = objective.family.open_row_model(model), objective.make_loss(is_fused=is_fused)
         # A context in which the model runs transformers' own code, without kernels that replace parts of it.
         self.own_code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.is_random = True  # whether training may draw random numbers, which a recomputation has to draw again
         self.whole_weights: Any = None  # WholeWeights, where one rank holds all weights
         self.frees_head = False  # after each forward pass, whose results then cannot refer to it
         self.compiled: tuple[Compiled, ...] = ()  # the blocks' forward methods, with --compile
-        if objective.noise is not None:
-            objective.noise.attach(self)
 
     @property
     def looks_ahead(self) -> bool:

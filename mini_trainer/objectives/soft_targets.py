@@ -6,7 +6,7 @@ that a teacher's file names for each of them; its bucket K + 1 holds all others.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -137,9 +137,12 @@ class Divergence(NamedTuple):
 
 @dataclass(frozen=True)
 class FromTop:
-    """KL(q || p) over the K tokens and one bucket for all others, both as `restrict` leaves them."""
+    """KL(q || p) over the K tokens and one bucket for all others.
 
-    restrict: Callable[[Tensor, Tensor], Tensor]  # log-probabilities (R, K + 1) and where the target is -> the same
+    With the target left out of both, which are renormalised (arXiv 2605.29498), the target itself can be learned, and
+    everything else is kept.
+    """
+
     leaves_target_out: bool = False
 
     def __call__(self, logits: Tensor, target: Tensor, top: Top) -> Divergence:  # (R, V), (R, 1)
@@ -161,9 +164,12 @@ class FromTop:
             p.scatter_(1, target, 0)
             top = leave_target_out(top, target)
         p_others = p.sum(dim=1, keepdim=True).clamp_(min=torch.finfo(p.dtype).tiny)
-        is_target = top.ids == target
-        log_q = self.restrict(top.log_q, is_target)
-        log_buckets = self.restrict(torch.cat([log_named, p_others.log()], dim=1), is_target)
+        log_q, log_buckets = top.log_q, torch.cat([log_named, p_others.log()], dim=1)
+        if self.leaves_target_out:
+            is_target = nn.functional.pad(top.ids == target, (0, 1))
+            log_q, log_buckets = (
+                log.masked_fill(is_target, -torch.inf).log_softmax(dim=1) for log in (log_q, log_buckets)
+            )
         q = log_q.exp()
         d_buckets = log_buckets.exp() - q
         p.mul_(share + scale * d_buckets[:, -1:] / p_others)  # the others share their bucket's as they share its p
@@ -181,21 +187,6 @@ def leave_target_out(top: Top, target: Tensor) -> Top:
     without = without.masked_fill(share > MOST_OF_TAIL, -torch.inf)
     is_named = (top.ids == target).any(dim=1, keepdim=True)
     return top._replace(log_q=torch.cat([top.log_q[:, :-1], torch.where(is_named, log_others, without)], dim=1))
-
-
-def keep_all(log: Tensor, is_target: Tensor) -> Tensor:
-    return log
-
-
-def keep_named(log: Tensor, is_target: Tensor) -> Tensor:
-    """Both renormalised over the K tokens."""
-    return nn.functional.pad(log[:, :-1].log_softmax(dim=1), (0, 1), value=-torch.inf)
-
-
-def keep_others_than_target(log: Tensor, is_target: Tensor) -> Tensor:
-    """The target left out of both, which are renormalised (arXiv 2605.29498): the target itself can be learned, and
-    everything else is kept."""
-    return log.masked_fill(nn.functional.pad(is_target, (0, 1)), -torch.inf).log_softmax(dim=1)
 
 
 def diverge_forward(logits: Tensor, target: Tensor, teacher: Tensor) -> Divergence:  # (R, V), (R, 1), (R, V) logits
@@ -237,5 +228,4 @@ def leave_out(logits: Tensor, target: Tensor) -> Tensor:
     return logits.scatter(1, target, -torch.inf)
 
 
-FORWARD_WITHIN_TOP, FORWARD_OVER_TOP = FromTop(keep_all), FromTop(keep_named)
-FORWARD_BESIDE_TARGET = FromTop(keep_others_than_target, leaves_target_out=True)
+FORWARD_WITHIN_TOP, FORWARD_BESIDE_TARGET = FromTop(), FromTop(leaves_target_out=True)

@@ -269,16 +269,15 @@ class Taught(CausalLM):
     def make(
         cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
     ) -> "Taught":
-        o, noise = settings.teacher, settings.noise
-        weights = o.teacher_weight
+        o, weights = settings.teacher, settings.teacher.teacher_weight
         by_source = weights if len(set(weights)) > 1 else ()
         terms = Terms(max(weights), o.teacher_divergence, o.teacher_temperature, by_source)
         if o.teacher_model is None:
-            return cls(family, noise, terms=terms, top_k=DEFAULT_TOP_K, scores_name=o.teacher_scores)
+            return cls(family, terms=terms, top_k=DEFAULT_TOP_K, scores_name=o.teacher_scores)
         name = o.teacher_model
         title = "its start as teacher" if name == SELF else f"teacher {name_model(name)}"
         reads_beside = len(o.teacher_data) > 0
-        return cls(family, noise, terms=terms, teacher_model=name, reads_beside=reads_beside, teacher_title=title)
+        return cls(family, terms=terms, teacher_model=name, reads_beside=reads_beside, teacher_title=title)
 
     @property
     def title(self) -> str:

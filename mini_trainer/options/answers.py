@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from mini_trainer.options import TrainOptions, flag_name, list_types
 from mini_trainer.options.fields import COLUMN_NAMES
-from mini_trainer.options.foreign_names import PRIVATE, RANK_STABLE, RATES_BY_NAME, TABLE, TRACKED, find_row
+from mini_trainer.options.foreign_names import NO_NOISE, PRIVATE, RANK_STABLE, RATES_BY_NAME, TABLE, TRACKED, find_row
 from mini_trainer.options.tools import ProcessDataOptions
 
 LEAST_SIMILARITY = 0.75  # below, most suggestions mean something else: --sharding-strategy is not --learning-rate
@@ -40,6 +40,7 @@ RENAMED: dict[str, str] = {
     " activations decide how many",
     "allow_downloads": "images are read from files and data: URLs: download them before",
     "allow_env": "give the option as a flag, whose variables the shell fills in",
+    "neftune_alpha": NO_NOISE,
     "follow": "mini-trainer board DIR follows the runs in a directory, and their curves",
 }
 REMOVED = {  # values that options had

@@ -82,7 +82,6 @@ WEIGHTINGS = Doors(
 FROM_TOP = Doors(
     {
         "forward-kl": "mini_trainer.objectives.soft_targets:FORWARD_WITHIN_TOP",
-        "top-k-kl": "mini_trainer.objectives.soft_targets:FORWARD_OVER_TOP",
         "masked-kl": "mini_trainer.objectives.soft_targets:FORWARD_BESIDE_TARGET",
     }
 )

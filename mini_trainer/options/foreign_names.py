@@ -100,6 +100,7 @@ TRACKER_KEYS = {  # keys that turn a tracker on
 RANK_STABLE = "--lora-alpha times the square root of --lora-rank is the same scale"
 PRIVATE = "the repository's own setting: create it before the run, as private"
 RATES_BY_NAME = "--learning-rate-for sets the learning rate of parameters by their names"
+NO_NOISE = "noise on embeddings has no option here; --label-smoothing and --weight-decay regularize"
 SPEED = "affects only speed or memory"
 
 TABLE = (
@@ -194,7 +195,7 @@ TABLE = (
     Row("adamw_weight_decay", "weight_decay"),
     Row("max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm", "max_grad_norm", {0: None}),
     Row("random_seed data_seed random_state", "seed"),
-    Row("neftune_noise_alpha noisy_embedding_alpha", "neftune_alpha", {0: {}}),
+    Row("neftune_noise_alpha noisy_embedding_alpha", values={0: {}, None: {}}, reason=NO_NOISE, decides=True),
     Row("label_smoothing_factor", "label_smoothing", {0: {}}, of_texts=True),
     Row("router_aux_loss_coef", "router_aux_loss", {0: {}}),
     Row("average_tokens_across_devices",

@@ -87,9 +87,8 @@ class TeacherOptions:
     """Weight of the divergence from the teacher, from 0 to 1, one for all rows or one for each --data-path; the
     cross-entropy gets the rest. Default: no teacher."""
     teacher_divergence: Literal[*dict.fromkeys((*FROM_TOP, *FROM_LOGITS))] = "forward-kl"
-    """forward-kl: KL(teacher || model); with files, all tokens outside their top k form one bucket; top-k-kl: the same,
-    renormalised over the top k; masked-kl: leaves the target out, so that it can be learned while everything else is
-    kept. reverse-kl and jsd need --teacher-model."""
+    """forward-kl: KL(teacher || model); with files, all tokens outside their top k form one bucket. masked-kl: leaves
+    the target out, so that it can be learned while everything else is kept. reverse-kl and jsd need --teacher-model."""
     teacher_temperature: float = option(1.0, above=0)
     """Temperature of both distributions; must be that of the files."""
     teacher_scores: str = option("teacher", is_path=True)
@@ -163,9 +162,6 @@ class OptimizationOptions:
     router_loss_over: Literal["sequence", "global-batch"] = "sequence"
     """Tokens over which the load-balancing loss is computed. sequence: each sequence by itself; global-batch: all
     tokens of a step, so that experts may specialize on some samples; costs a forward pass."""
-    neftune_alpha: float | None = option(None, above=0)
-    """NEFTune: add uniform noise of at most this / sqrt(tokens x hidden size) to each sample's embeddings in training;
-    5 to 15 are usual."""
     max_grad_norm: float | None = option(1.0, above=0)
     """Maximum global gradient norm; None: no clipping."""
 

@@ -22,7 +22,6 @@ NO_ROUTER_LOSS = dict.fromkeys(
 )
 OF_SEQUENCES = {"context_parallel": "whose targets are of whole sequences"}
 NO_TEXT = {"sample_prompts": "whose models write no text"}
-SAME_NOISE = {"neftune_alpha": "whose answers would get different noise"}
 CLASSIFIER = ObjectiveFacts(
     "mini_trainer.objectives.classes:Classification",
     row_format="classification",
@@ -46,21 +45,19 @@ OBJECTIVES: dict[str, ObjectiveFacts] = {
             *("preference_loss", "preference_gamma", "preference_nll_weight", "label_smoothing"),
             *REFERENCE_OPTIONS,
         ),
-        excluded=SAME_NOISE,
     ),
     "kto": ObjectiveFacts(
         "mini_trainer.objectives.kto:Feedback",
         data="feedback",
         row_format="feedback",
         options=(*REFERENCE_OPTIONS, "kto_weight_ratio"),
-        excluded=SAME_NOISE,
     ),
     "reward": ObjectiveFacts(
         "mini_trainer.objectives.rewards:Rewards",
         data="preference",
         row_format="preference",
         options=("reward_centering",),
-        excluded=NO_ROUTER_LOSS | OF_SEQUENCES | NO_TEXT | SAME_NOISE,
+        excluded=NO_ROUTER_LOSS | OF_SEQUENCES | NO_TEXT,
     ),
 }
 

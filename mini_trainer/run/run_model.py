@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from mini_trainer.distributed.devices import DTYPES, give_back_freed_memory
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World
-from mini_trainer.model.activation_checkpointing import forget_random_states
 from mini_trainer.model.attention import list_heads
 from mini_trainer.model.build import build_model
-from mini_trainer.model.check import check_model, draws_random_numbers
+from mini_trainer.model.check import check_model
 from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.optimizers import learning_rate_at
@@ -67,9 +66,7 @@ def build_run_model(
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
-    check_model(model, inputs.objective, method, world=world)
-    if not draws_random_numbers(model, inputs.objective, world=world):
-        forget_random_states(model)
+    check_model(model, inputs.objective, world=world)
     if model.compiled:
         from mini_trainer.model.compiled_check import check_compiled
 

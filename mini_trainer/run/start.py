@@ -25,7 +25,6 @@ from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import open_optimizer
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.objective import (
-    EmbeddingNoise,
     Objective,
     ObjectiveSettings,
     find_data_kind,
@@ -144,9 +143,6 @@ def choose_objective(options: TrainOptions) -> str:
 
 def choose_settings(options: TrainOptions) -> ObjectiveSettings:
     """The options of objectives and model families."""
-    seed, noise = options.data.seed, None
-    if options.optimization.neftune_alpha is not None:
-        noise = EmbeddingNoise(options.optimization.neftune_alpha, seed=seed)
     return ObjectiveSettings(
         options.classification,
         options.vision,
@@ -154,8 +150,7 @@ def choose_settings(options: TrainOptions) -> ObjectiveSettings:
         options.teacher,
         options.optimization.router_aux_loss,
         options.optimization.router_loss_over,
-        noise,
-        head_seed=seed,
+        head_seed=options.data.seed,
     )
 
 

@@ -194,7 +194,7 @@ def make_osft(tmp_path: Path, **options: object) -> OSFT:
 
 def check(model: PackedModel, world: World) -> None:
     """The start-up check."""
-    check_model(model, CausalLM(), Full(), world=world)
+    check_model(model, CausalLM(), world=world)
 
 
 def compile_by(backend: str | Callable, monkeypatch: pytest.MonkeyPatch, *, dynamic: bool = True) -> None:

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,9 +103,8 @@ Runner = Literal["here", "peft", "vllm"]  # the program that runs the adapter
 RUNNERS = {"here": "this program", "peft": "generating with peft", "vllm": "vLLM"}
 FOLLOWED_BY = {"here": FOLLOWED, "peft": FOLLOWED | BY_PEFT, "vllm": FOLLOWED - NOT_BY_VLLM}
 
-PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # initializations that do not change the base's weights
-FROZEN_B = "mica"  # does not change them either, but only half of each adapter may train
-REPEATABLE_INITS = ("pissa", "olora", FROZEN_B)  # repeated exactly by peft on the base when it loads the adapter
+PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # which leave the base's weights as they are
+REPEATABLE_INITS = ("pissa", "olora")  # repeated exactly by peft on the base when it loads the adapter
 
 CONVERSION = (
     "convert it to an ordinary adapter with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -114,50 +113,8 @@ CONVERSION = (
 MOST_ALPHA = 1e9  # far above values in use, and far below fp32 overflow
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_alpha(value: Any) -> bool:
-    return is_number(value) and value != 0 and abs(value) <= MOST_ALPHA  # False for NaN and infinity
-
-
-def is_rank(value: Any) -> bool:
-    return is_number(value) and isinstance(value, int) and 1 <= value <= MOST_RANK
-
-
-def is_pattern(value: Any, is_item: Callable[[Any], bool]) -> bool:
-    try:
-        return isinstance(value, dict) and all(re.compile(key) and is_item(item) for key, item in value.items())
-    except (re.error, RecursionError, OverflowError):
-        return False
-
-
-# Allowed values of the keys that change the product: a check and its description. peft checks almost none of them.
-NUMBER_OF_ALPHA = f"a number other than 0, of magnitude at most {MOST_ALPHA:.0e}"
-RANK = f"an integer from 1 to {MOST_RANK:,}"
-FLAG = (lambda value: value is None or isinstance(value, bool), "true or false")
-ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (is_rank, RANK),
-    "lora_alpha": (is_alpha, NUMBER_OF_ALPHA),
-    "lora_dropout": (lambda value: is_number(value) and 0 <= value < 1, "a number from 0 to less than 1"),
-    "rank_pattern": (
-        lambda value: is_pattern(value, is_rank),
-        f"an object of regular expressions, each with {RANK}",
-    ),
-    "alpha_pattern": (
-        lambda value: is_pattern(value, is_alpha),
-        f"an object of regular expressions, each with {NUMBER_OF_ALPHA}",
-    ),
-    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying"), FLAG),
-}
-
-
-def check_settings(directory: Path, *, flag: str, runner: Runner = "here", trains: bool = False) -> None:
-    """ValueError, naming `flag` and the setting, if the adapter has a setting that its runner does not support.
-
-    `trains`: the adapter will be trained.
-    """
+def check_settings(directory: Path, *, flag: str, runner: Runner = "here") -> None:
+    """ValueError, naming `flag` and the setting, if the adapter has a setting that its runner does not support."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     settings = read_settings(directory, flag=flag)
@@ -173,8 +130,8 @@ def check_settings(directory: Path, *, flag: str, runner: Runner = "here", train
     unknown = given.keys() - fields.keys() - {"runtime_config"}
     if settings["peft_type"] == "LORA":
         unknown |= given.keys() - INERT - FOLLOWED_BY[runner]
-        check_allowed({name: settings[name] for name in settings.keys() - unknown}, directory, flag)
-        check_init(settings.get("init_lora_weights", True), directory, flag, runner=runner, trains=trains)
+        check_numbers(settings, directory, flag)
+        check_init(settings.get("init_lora_weights", True), directory, flag, runner=runner)
     elif runner != "peft":
         raise ValueError(f"{flag} {directory}: is of type {settings['peft_type']}, but only LORA is supported here")
     if unknown:
@@ -187,21 +144,24 @@ def check_settings(directory: Path, *, flag: str, runner: Runner = "here", train
     check_patterns(settings, modules, where=f"{flag} {directory}: {ADAPTER_CONFIG}")
 
 
-def check_allowed(settings: dict[str, Any], directory: Path, flag: str) -> None:
-    """ValueError for the first value of a wrong type or out of range, and for ranks above the file's own."""
-    for name, (is_allowed, allowed) in ALLOWED.items():
-        if name in settings and not is_allowed(settings[name]):
-            given = json.dumps(settings[name])[:60]
-            raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG}: {name} is {given}, but must be {allowed}")
-    # Nobody should reserve memory for a rank larger than the adapter's own matrices.
-    most = max((size for shape in read_shapes(directory).values() for size in shape), default=None)
-    ranks = {"r": settings.get("r", 1)} | {f"rank_pattern: {k}": r for k, r in settings.get("rank_pattern", {}).items()}
-    for name, rank in ranks.items():
-        if most is not None and rank > most:
-            raise ValueError(
-                f"{flag} {directory}: {ADAPTER_CONFIG}: {name} is {rank}, but must be from 1 to {most:,}, the longest"
-                f" side of a tensor in {ADAPTER_WEIGHTS}"
-            )
+def check_numbers(settings: dict[str, Any], directory: Path, flag: str) -> None:
+    """ValueError for ranks above the file's own sizes, for which nobody should reserve memory, and for alphas that
+    nothing can compute with. peft checks neither."""
+    most = min(MOST_RANK, max((size for shape in read_shapes(directory).values() for size in shape), default=MOST_RANK))
+    for name, patterns, is_allowed, allowed in (
+        ("r", "rank_pattern", lambda rank: type(rank) is int and 1 <= rank <= most, f"an integer from 1 to {most:,}"),
+        ("lora_alpha", "alpha_pattern", is_alpha, f"a number other than 0, of magnitude at most {MOST_ALPHA:.0e}"),
+    ):
+        own, values = settings.get(patterns) or {}, {name: settings.get(name, 1)}
+        values |= {f"{patterns}: {key}": v for key, v in own.items()} if isinstance(own, dict) else {patterns: own}
+        for key, value in values.items():
+            if not is_allowed(value):
+                given = json.dumps(value)[:60]
+                raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG}: {key} is {given}, but must be {allowed}")
+
+
+def is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < abs(value) <= MOST_ALPHA  # False for NaN and infinity
 
 
 def read_shapes(directory: Path) -> dict[str, list[int]]:
@@ -224,21 +184,14 @@ def read_settings(directory: Path, *, flag: str) -> dict[str, Any]:
     return settings
 
 
-def check_init(init: Any, directory: Path, flag: str, *, runner: Runner, trains: bool) -> None:
-    """ValueError for an initialization that changed the base's weights, unless peft can repeat it."""
+def check_init(init: Any, directory: Path, flag: str, *, runner: Runner) -> None:
+    """ValueError for an initialization that may have changed the base's weights, unless peft can repeat it."""
     name = init.lower() if isinstance(init, str) else init
-    is_followed = name in PLAIN_INITS or (name == FROZEN_B and not trains) or name is None
-    if is_followed or (runner == "peft" and name in REPEATABLE_INITS):
-        return
-    if name == FROZEN_B:
+    if name not in PLAIN_INITS and not (runner == "peft" and name in REPEATABLE_INITS):
         raise ValueError(
-            f"{flag} {directory}: init_lora_weights {init!r} (MiCA) trains only one matrix of each adapter, but here"
-            f" both would be trained: merge it, or train another adapter"
+            f"{flag} {directory}: init_lora_weights {init!r} may have changed the base's weights when the adapter was"
+            f" created, so it would give wrong results with the stored weights: {CONVERSION}"
         )
-    raise ValueError(
-        f"{flag} {directory}: init_lora_weights {init!r} changed the base's weights when the adapter was created, so"
-        f" it would give wrong results with the stored weights: {CONVERSION}"
-    )
 
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -307,15 +260,12 @@ def check_readable(adapter: Path, *, flag: str) -> None:
     require("peft", flag=f"{flag} {adapter}")
 
 
-def read_config(directory: Path, *, flag: str = "--lora-adapter", trains: bool = False) -> "LoraConfig":
-    """Reads peft's config of a LoRA adapter; ValueError, naming `flag`, if it is missing or of another kind.
-
-    `trains`: the adapter will be trained, not only run.
-    """
+def read_config(directory: Path, *, flag: str = "--lora-adapter") -> "LoraConfig":
+    """Reads peft's config of a LoRA adapter; ValueError, naming `flag`, if it is missing or of another kind."""
     check_readable(directory, flag=flag)
     from peft import PeftConfig
 
-    check_settings(directory, flag=flag, trains=trains)
+    check_settings(directory, flag=flag)
     try:
         config = PeftConfig.from_pretrained(str(directory))
     except (OSError, ValueError, TypeError, KeyError) as error:

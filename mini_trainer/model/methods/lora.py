@@ -15,33 +15,9 @@ from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.fingerprints import fingerprint_model
 from mini_trainer.model.method import MetaModel, Method
-from mini_trainer.model.methods.adapter_files import (
-    ADAPTER_CONFIG,
-    add_adapter,
-    check_base,
-    find_beside,
-    hash_adapter,
-    read_adapter,
-    read_config,
-    read_generation_config,
-    verify_adapter,
-    write_adapter,
-)
-from mini_trainer.model.methods.lora_layers import (
-    ADAPTER,
-    Merger,
-    Targets,
-    choose_targets,
-    find_saved_names,
-    inject,
-    list_kinds,
-    make_config,
-    make_initial,
-    speed_up,
-)
-from mini_trainer.model.methods.nf4 import NF4Weight, adapt_experts, fill_packed, pack_experts, pack_layers
+from mini_trainer.model.methods import adapter_files, lora_layers, nf4
 from mini_trainer.model.weights import Reader, WeightGroup, gather_all, gather_parameters
-from mini_trainer.objectives.families.family import Family, MicroBatch
+from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import DataOptions, LoRAOptions
 from mini_trainer.options.doors import BASE_QUANTIZATIONS, LORA_EXPORTS
@@ -49,7 +25,6 @@ from mini_trainer.options.doors import BASE_QUANTIZATIONS, LORA_EXPORTS
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative rounding error of whole models on a GPU
 ERROR_4_BITS = 2e-1  # allowed relative error of a merged model's loss, whose base is no longer in 4 bits
 
 
@@ -76,50 +51,46 @@ class LoRA(Method):
         self.takes_long = self.is_packed
         self.export_error = ERROR_4_BITS if self.is_packed else 0.0
         self.relation = "finetune" if self.merges else "adapter"
-        self.given: LoraConfig | None = None  # of --lora-adapter
-        self.targets = Targets()
+        self.path = None if options.lora_adapter is None else Path(options.lora_adapter)
+        self.given: LoraConfig | None = None  # of the adapter there
+        self.targets = lora_layers.Targets()
         self.config: LoraConfig | None = None
         self.saved_names: dict[str, str] = {}  # of trained parameters: name in an adapter's file -> name in the model
         self.num_added = self.num_trained = 0
         self.packed = ""  # name of the 4-bit layers
         self.unpacked = ""  # description of the blocks' frozen matrices that are not in 4 bits
         self.base: dict[str, str | None] = {}  # on rank 0: the adapters' base model
-        self.merger: Merger | None = None
+        self.merger: lora_layers.Merger | None = None
         self.adapter: dict[str, Tensor] = {}  # on rank 0: tensors gathered for an export
 
     @classmethod
     def from_adapter(cls, directory: Path, *, flag: str) -> "LoRA":
         """Makes the method that inserts an existing adapter's layers into its model; ValueError, naming `flag`."""
         method = cls(LoRAOptions(lora=True, lora_adapter=str(directory)), seed=0)
-        method.given = read_config(directory, flag=flag)
+        method.given = adapter_files.read_config(directory, flag=flag)
         return method
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
-        if self.options.lora_adapter is not None:
-            self.given = read_config(Path(self.options.lora_adapter), trains=True)
+        if self.path is not None:
+            self.given = adapter_files.read_config(self.path)
 
     def list_data_hashes(self) -> list[str]:
-        if self.options.lora_adapter is None:
-            return []
-        return list(hash_adapter(Path(self.options.lora_adapter)).values())
+        return [] if self.path is None else list(adapter_files.hash_adapter(self.path).values())
 
     def verify_files(self) -> None:
-        if self.options.lora_adapter is not None:
-            verify_adapter(Path(self.options.lora_adapter))
+        if self.path is not None:
+            adapter_files.verify_adapter(self.path)
 
     def read_generation_config(self) -> GenerationConfig | None:
-        return read_generation_config(None if self.options.lora_adapter is None else Path(self.options.lora_adapter))
+        return adapter_files.read_generation_config(self.path)
 
     def list_read_files(self) -> dict[str, Path]:
-        if self.options.lora_adapter is None:
-            return {}
-        adapter = Path(self.options.lora_adapter)
-        files = {ADAPTER_CONFIG: adapter, GENERATION: find_beside(adapter, GENERATION)}
+        files = {adapter_files.ADAPTER_CONFIG: self.path, GENERATION: adapter_files.find_beside(self.path, GENERATION)}
         return {f"--lora-adapter, {name}": folder / name for name, folder in files.items() if folder is not None}
 
     def choose_layers(self, meta: MetaModel) -> None:
-        self.targets = choose_targets(meta, self.options, given=self.given)
-        self.config = make_config(meta, self.options, self.targets, given=self.given)
+        self.targets = lora_layers.choose_targets(meta, self.options, given=self.given)
+        self.config = lora_layers.make_config(meta, self.options, self.targets, given=self.given)
 
     def prepare(
         self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
@@ -130,11 +101,11 @@ class LoRA(Method):
 
         def prepare_readers() -> None:
             self.base = meta.source.describe() | {"fingerprint": fingerprint_model(meta.source.directory)}
-            self.merger = Merger(meta.model, layers, renamed, stored, shapes=shapes)
-            initial = make_initial(layers, self.merger.read_base, seed=self.seed)
-            if (path := self.options.lora_adapter) is not None:
-                check_base(Path(path), self.given, self.base)
-                initial |= read_adapter(Path(path), meta, self.saved_names, new=self.targets.new)
+            self.merger = lora_layers.Merger(meta.model, layers, renamed, stored, shapes=shapes)
+            initial = lora_layers.make_initial(layers, self.merger.read_base, seed=self.seed)
+            if self.path is not None:
+                adapter_files.check_base(self.path, self.given, self.base)
+                initial |= adapter_files.read_adapter(self.path, meta, self.saved_names, new=self.targets.new)
             for name, own_name in renamed.items():
                 if own_name in readers:
                     readers[name] = readers.pop(own_name)
@@ -156,42 +127,25 @@ class LoRA(Method):
         model.requires_grad_(False)
         for param in model.parameters():
             param.data = param.data.to(meta.compute_dtype)
-        layers = {name: copy.deepcopy(layer) for name, layer in inject(model, self.config, self.targets).items()}
+        injected = lora_layers.inject(model, self.config, self.targets)
+        layers = {name: copy.deepcopy(layer) for name, layer in injected.items()}
         renamed = {name: own_names[id(p)] for name, p in model.named_parameters() if id(p) in own_names}
-        self.saved_names = find_saved_names(model)
+        self.saved_names = lora_layers.find_saved_names(model)
         if self.is_packed:
-            pack_layers(meta.blocks, compute_dtype=meta.compute_dtype)
-            has_experts = pack_experts(meta.blocks, compute_dtype=meta.compute_dtype)
+            nf4.pack_layers(meta.blocks, compute_dtype=meta.compute_dtype)
+            has_experts = nf4.pack_experts(meta.blocks, compute_dtype=meta.compute_dtype)
             self.packed = "linear layers and experts" if has_experts else "linear layers"
             self.unpacked = describe_unpacked(meta.blocks)
-        speed_up(model.modules(), adapter=ADAPTER)
-        adapt_experts(model.modules(), adapter=ADAPTER)
+        lora_layers.speed_up(model.modules(), adapter=lora_layers.ADAPTER)
+        nf4.adapt_experts(model.modules(), adapter=lora_layers.ADAPTER)
         params = list(model.parameters())
         self.num_added = sum(param.numel() for param in params) - before
         self.num_trained = sum(param.numel() for param in params if param.requires_grad)
         return layers, renamed
 
     def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
-        if isinstance(module, NF4Weight) and module.packed.is_meta:
-            fill_packed(module, name, readers, world=world)
-
-    def check_start(self, packed_model: PackedModel, micro_batch: MicroBatch) -> None:
-        if self.given is not None or self.config.use_dora:  # DoRA divides by a norm and multiplies by it again
-            return
-        layers = [module for module in packed_model.model.modules() if hasattr(module, "_disable_adapters")]
-        hidden = packed_model.hidden_states(micro_batch)
-        for layer in layers:
-            layer._disable_adapters = True
-        own_hidden = packed_model.hidden_states(micro_batch)
-        for layer in layers:
-            layer._disable_adapters = False
-        # On a GPU, a product that adds zero may sum in a different order than one without the addition.
-        change = ((hidden - own_hidden).float().norm() / own_hidden.float().norm()).item()
-        if not change <= (0.0 if hidden.device.type == "cpu" else ROUNDING[hidden.dtype]):
-            raise ValueError(
-                f"--lora: untrained adapters change the model's hidden states by {change:.1e}: please report the"
-                " model's type; --lora-target-modules can exclude the layers at fault"
-            )
+        if isinstance(module, nf4.NF4Weight) and module.packed.is_meta:
+            nf4.fill_packed(module, name, readers, world=world)
 
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
         # A layer's last and largest product is an addmm; mm, also of other layers, is recomputed.
@@ -234,7 +188,7 @@ class LoRA(Method):
                 shutil.copyfile(merged / GENERATION, directory / GENERATION)
         if self.writes_adapter:
             tensors = {saved: self.adapter[name] for saved, name in self.saved_names.items()}
-            write_adapter(directory, self.config, tensors, self.base)
+            adapter_files.write_adapter(directory, self.config, tensors, self.base)
         self.adapter = {}
 
     def load_export(self, directory: Path, source: ModelSource, family: Family) -> PreTrainedModel:
@@ -243,7 +197,7 @@ class LoRA(Method):
             return super().load_export(directory, source, family)
         trust = source.trust_remote_code
         model, _ = family.load_model(source.directory, dtype=torch.float32, trust_remote_code=trust)
-        return add_adapter(model, directory).merge_and_unload()
+        return adapter_files.add_adapter(model, directory).merge_and_unload()
 
 
 def describe_unpacked(blocks: nn.ModuleList) -> str:
@@ -253,6 +207,6 @@ def describe_unpacked(blocks: nn.ModuleList) -> str:
         return ""
     num_bytes = sum(param.nbytes for param in found.values())
     largest_first = sorted(found, key=lambda name: found[name].nbytes, reverse=True)
-    kinds = list_kinds((name.replace(".base_layer", "") for name in largest_first), 2)
+    kinds = lora_layers.list_kinds((name.replace(".base_layer", "") for name in largest_first), 2)
     dtype = str(found[largest_first[0]].dtype).removeprefix("torch.")
     return f", except for {num_bytes:,} bytes ({num_bytes / 1e9:,.2f} GB) in {dtype}: {', '.join(kinds)}"

@@ -1,11 +1,9 @@
 """Muon for matrices between hidden states, AdamW for all else, over FSDP2's shards.
 
 Each matrix's momentum is gathered on one rank, its owner, which computes the nearest orthogonal matrix and sends every
-rank its rows. Ranks own matrices of about equal work and take turns in rounds of one matrix each: a round's momentum is
-on its way while the last round's is computed.
+rank its rows. Ranks own matrices of about equal work, one in each round.
 """
 
-import itertools
 import math
 import re
 from collections import Counter
@@ -250,8 +248,9 @@ class Muon(CompactAdamW):
         super().step()  # AdamW's
         for unit in self.unsharded:
             self.apply(unit, self.orthogonalize(unit, self.find_direction(unit)))
-        for unit, update in self.exchange():
-            self.apply(unit, update)
+        for units in self.rounds:
+            for unit, update in self.exchange(units):
+                self.apply(unit, update)
 
     def update(self, param: DTensor, group: dict, generator: torch.Generator) -> None:
         if param not in self.layouts:
@@ -282,63 +281,25 @@ class Muon(CompactAdamW):
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(update, alpha=-group["lr"] * scale_of(*unit.shapes[0]))
 
-    def exchange(self) -> Iterator[tuple[Unit, Tensor]]:
-        """Yields each sharded unit with this rank's rows of its update."""
-        arriving = self.send_to_owners(self.rounds[0]) if self.rounds else None
-        returning = None
-        for units, following in itertools.pairwise([*self.rounds, None]):
-            direction = arriving.wait()
-            arriving = None if following is None else self.send_to_owners(following)
-            before, returning = returning, self.send_back(units, direction)
-            if before is not None:
-                yield from before.list_rows()
-        if returning is not None:
-            yield from returning.list_rows()
-
-    def send_to_owners(self, units: Round) -> "Exchange":
-        rows = [self.find_direction(unit).flatten() for unit in units if unit is not None]
-        own, of_own = self.list_sizes(units)
-        return Exchange.start(torch.cat(rows), own, of_own, units, self.shards)
-
-    def send_back(self, units: Round, direction: Tensor) -> "Exchange":
-        unit = units[self.rank]
-        if unit is not None:
-            direction = self.orthogonalize(unit, direction.view(unit.param.shape[-2:])).flatten()
-        own, of_own = self.list_sizes(units)
-        return Exchange.start(direction, of_own, own, units, self.shards)
-
-    def list_sizes(self, units: Round) -> tuple[list[int], list[int]]:
-        """Numbers in this rank's rows of each owner's unit, and in each rank's rows of this one's own."""
+    def exchange(self, units: Round) -> Iterator[tuple[Unit, Tensor]]:
+        """Gathers each unit's momentum on its owner; yields each with this rank's rows of its update."""
         sizes = [[0] * self.num_shards if unit is None else unit.list_sizes(self.num_shards) for unit in units]
-        return [of_unit[self.rank] for of_unit in sizes], sizes[self.rank]
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """An all-to-all that is under way."""
-
-    units: Round
-    sizes: list[int]  # numbers from each rank
-    received: Tensor
-    sent: Tensor  # kept until the end
-    work: dist.Work
-
-    @classmethod
-    def start(
-        cls, sent: Tensor, sizes_to: list[int], sizes_from: list[int], units: Round, group: dist.ProcessGroup
-    ) -> "Exchange":
-        received = sent.new_empty(sum(sizes_from))
-        work = dist.all_to_all_single(received, sent, sizes_from, sizes_to, group=group, async_op=True)
-        return cls(units, sizes_from, received, sent, work)
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.received
-
-    def list_rows(self) -> Iterator[tuple[Unit, Tensor]]:
-        for unit, part in zip(self.units, self.wait().split(self.sizes), strict=True):
+        # Numbers in this rank's rows of each owner's unit, and in each rank's rows of this one's own.
+        of_owners, of_own = [of_unit[self.rank] for of_unit in sizes], sizes[self.rank]
+        rows = [self.find_direction(unit).flatten() for unit in units if unit is not None]
+        direction = self.swap(torch.cat(rows), of_owners, of_own)
+        own = units[self.rank]
+        if own is not None:
+            direction = self.orthogonalize(own, direction.view(own.param.shape[-2:])).flatten()
+        update = self.swap(direction, of_own, of_owners)
+        for unit, part in zip(units, update.split(of_owners), strict=True):
             if unit is not None:
                 yield unit, part.view(-1, unit.param.shape[-1])
+
+    def swap(self, sent: Tensor, sizes_to: list[int], sizes_from: list[int]) -> Tensor:
+        received = sent.new_empty(sum(sizes_from))
+        dist.all_to_all_single(received, sent, sizes_from, sizes_to, group=self.shards)
+        return received
 
 
 def share_out(units: list[Unit], num_owners: int) -> list[Round]:

@@ -40,13 +40,6 @@ from mini_trainer.objectives.families.text_tower import find_base
 NO_TOKEN = -1  # not the id of any token
 
 
-@dataclass
-class TokenTypes:
-    """Token types of text pairs."""
-
-    ids: Tensor  # (1, T) int64: which text of the pair each token belongs to
-
-
 # The activation of the logits, as sentence-transformers' CrossEncoder and vLLM read it in a config.
 IDENTITY = "torch.nn.modules.linear.Identity"
 
@@ -149,12 +142,13 @@ class ClassifierFamily(Family):
             model.config.pad_token_id = self.pad_token_id  # as in an export: decoders search for it
         return ClassifierRowModel(model, of_tokens=self.of_tokens)
 
-    def pack(self, samples: Sequence[Sample]) -> tuple[Row, TokenTypes | None]:
+    def pack(self, samples: Sequence[Sample]) -> tuple[Row, Tensor | None]:
+        """The row, and which text of its pair each token belongs to (1, T), if any sample has these types."""
         row = replace(pack_row([ids for sample in samples for ids in list_sequences(sample)]), is_two_sided=True)
         if not any("token_type_ids" in sample for sample in samples):
             return row, None
         types = [sample.get("token_type_ids", np.zeros(len(sample["input_ids"]))) for sample in samples]
-        return row, TokenTypes(torch.from_numpy(np.concatenate(types).astype(np.int64))[None])
+        return row, torch.from_numpy(np.concatenate(types).astype(np.int64))[None]
 
 
 class ClassifierRowModel(RowModel):
@@ -177,7 +171,7 @@ class ClassifierRowModel(RowModel):
     def describe_types(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         if micro_batch.extras is None or not self.takes_types:
             return {}
-        return {"token_type_ids": micro_batch.extras.ids}
+        return {"token_type_ids": micro_batch.extras}
 
     def classify(self, hidden: Tensor, row: Row, index: Tensor) -> Tensor:  # (1, T, H), (N,) -> (N, C) fp32
         """The logits of these tokens or sequences of the row."""

@@ -85,10 +85,9 @@ class MicroBatch:
     A plain class, since it is passed to blocks: FSDP's hooks would descend into a dataclass and cast its tensors.
     """
 
-    def __init__(self, row: Row, targets: Targets, *, extras: Any = None, stream_positions: list[int] | None = None):
-        """`extras`: the family's additional inputs. `stream_positions`: of each sequence's sample in the run's stream;
-        None for an idle micro-batch."""
-        self.row, self.targets, self.extras, self.stream_positions = row, targets, extras, stream_positions
+    def __init__(self, row: Row, targets: Targets, *, extras: Any = None):
+        """`extras`: the family's additional inputs."""
+        self.row, self.targets, self.extras = row, targets, extras
 
     def replace(self, **parts: Any) -> "MicroBatch":
         """A copy with other parts, by their names."""

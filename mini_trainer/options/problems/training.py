@@ -182,8 +182,6 @@ def find_sharing_problems(options: TrainOptions) -> list[str]:
     if num_sharing is None:
         return []
     reasons = []
-    if options.optimization.neftune_alpha is not None:
-        reasons.append("not with --neftune-alpha, whose noise is drawn for whole sequences")
     if options.validation.sample_prompts is not None:
         reasons.append("not with --sample-prompts, whose answers need whole sequences")
     if options.compute.compile:

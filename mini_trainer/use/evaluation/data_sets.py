@@ -167,7 +167,7 @@ def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: 
         method=method,
         world=world,
     )
-    check_model(model, objective, method, world=world)
+    check_model(model, objective, world=world)
     return model.eval()
 
 
