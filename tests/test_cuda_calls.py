@@ -1,4 +1,4 @@
-"""Calls that only a GPU answers: their arguments fit every supported release."""
+"""Calls that only a GPU answers: their arguments fit every supported release, and streams wait where they must."""
 
 import ast
 import inspect
@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from cuda_streams import CurrentStream, install_streams
 from program import list_sources
 from recorded import RECORDED, RELEASES, find_signature, list_names, stand_in
 from small_runs import full_gradients, make_micro_batch
@@ -65,7 +66,7 @@ def test_every_call_fits_every_release():
                     raise AssertionError(f"{path}:{call.lineno}: {full} of {package} {release}: {error}") from error
                 checked.add(full)
     names = {full.rpartition(".")[2] for full in checked}
-    assert {"max_memory_allocated", "mem_get_info", "convert_to_float8_training"} <= names
+    assert {"max_memory_allocated", "wait_event", "record_event", "convert_to_float8_training"} <= names
     assert {"varlen_attn", "flash_attn_varlen_func", "from_recipe_name", "quantize_4bit"} <= names
     assert {"bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"} <= checked
 
@@ -114,6 +115,47 @@ def measure_gradients(model: PackedModel) -> dict[str, Tensor]:
     model.zero_grad()
     model(make_micro_batch(LENGTHS, seed=0)).loss.backward()
     return full_gradients(model)
+
+
+@pytest.fixture
+def offloaded(world, tmp_path, monkeypatch):
+    """Gradients without offloading; a function that measures those with it, on the stand-in for a stream."""
+    path = save_model(FAMILIES["llama"], tmp_path)
+    expected = measure_gradients(build(path, world, activation_checkpointing="full"))
+    model = build(path, world, activation_checkpointing="full", offload_activations=True)
+    offloader = find_blocks(model.model)[0].forward.args[0]
+
+    def measure():
+        offloader.stream = install_streams(monkeypatch)
+        return measure_gradients(model), offloader.stream
+
+    return expected, measure
+
+
+def test_offloaded_inputs_are_waited_for_and_kept_until_copied(offloaded):
+    expected, measure = offloaded
+    gradients, stream = measure()
+    assert len(stream.queue) == 2 * FAMILIES["llama"].num_hidden_layers  # there and back
+    for name, value in expected.items():
+        assert torch.equal(gradients[name], value), name
+
+
+def test_a_wait_that_is_left_out_shows(offloaded, monkeypatch):
+    expected, measure = offloaded
+    monkeypatch.setattr(CurrentStream, "wait", lambda self, event: None)
+    gradients, _ = measure()
+    assert any(not torch.equal(gradients[name], value) for name, value in expected.items())
+
+
+def test_a_source_that_is_freed_before_its_copy_shows(offloaded, monkeypatch):
+    _, measure = offloaded
+    monkeypatch.setattr(
+        "mini_trainer.model.activation_memory.Offloader.leaving",
+        property(lambda self: None, lambda self, value: None),
+        raising=False,
+    )
+    with pytest.raises(AssertionError, match="freed"):
+        measure()
 
 
 def test_gathered_tensors_are_copied_to_pinned_memory_unless_large(monkeypatch):

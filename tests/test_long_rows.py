@@ -138,13 +138,13 @@ def test_a_long_row_needs_less(world, tmp_path):
     inputs = num_blocks * num_tokens * width * 4
     assert tiled[0] < 0.6 * plain[0]
     assert offloaded[2] == inputs and plain[2] == tiled[2] == 0
-    assert offloaded[1] == plain[1] - inputs
+    assert offloaded[1] == plain[1] - inputs + inputs // num_blocks  # the last one is still under way
 
 
 def test_what_is_not_used_leaves_nothing_in_memory(world, tmp_path):
     """A loss without a backward, and a row whose blocks are frozen, which ask for nothing."""
     model = build(save_model(FAMILIES["llama"], tmp_path / "model"), world, activation_checkpointing="full")
-    apply_offloading(find_blocks(model.model))
+    apply_offloading(find_blocks(model.model), world.device)
     with MemoryCounter() as counter:
         for _ in range(2):
             loss_sum = model(make_micro_batch(LENGTHS, seed=0)).loss

@@ -132,7 +132,7 @@ def make_meta_model(
     if compute.offload_activations:
         from mini_trainer.model.activation_memory import apply_offloading
 
-        apply_offloading(blocks)
+        apply_offloading(blocks, device)
     return MetaModel(model, blocks, backend, compute_dtype, source, family, left_out, tiled, replaced, compiled)
 
 
