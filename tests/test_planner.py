@@ -354,15 +354,33 @@ def pairs(inputs, tmp_path_factory) -> dict:
 
 
 @pytest.mark.long
-def test_a_plan_says_that_a_reference_is_not_counted(plan, pairs, tmp_path):
-    target = dict(plan_for="2xH100", memory_budget_gb=80.0)
-    code, text = plan(**pairs, **target)
-    assert code == ExitCode.DONE and "\nreference: scores each sample before the first step; " in text
-    _, text = plan(**pairs, **target, preference_loss="simpo")
+def test_the_references_scores_count_until_a_run_has_written_them(plan, pairs, world, tmp_path):
+    elsewhere_on = dict(plan_for="2xH100", memory_budget_gb=80.0)
+    code, text = plan(**pairs, **elsewhere_on)
+    assert code == ExitCode.DONE and re.search("^reference: 40 samples .* 0.00 TFLOP", text, re.MULTILINE), text
+    assert "the reference, 0:00:00" in text and "while --reference-model" not in text
+    _, text = plan(**pairs, **elsewhere_on, preference_loss="simpo")
     assert "reference" not in text
-    _, text = plan(**pairs, **target, preference_loss="orpo")  # whose gradients have a divisor of their own
+    _, text = plan(**pairs, **elsewhere_on, preference_loss="orpo")  # whose gradients have a divisor of their own
     assert "together" in text and "memory: not known" not in text, text
-    code, text = plan(**pairs, **target, reference_model=str(tmp_path / "gone"))
+    train_here(world, **pairs | dict(dry_run=False, max_steps=1, output_dir=str(tmp_path / "run")))
+    _, text = plan(**pairs, **elsewhere_on)
+    found = re.search(r"reference: ([\d,]+) samples", text)  # scored in the compute type of this machine, not bfloat16
+    assert found is not None and found[1] == "40"
+    _, text = plan(**pairs)
+    assert "reference: all samples" in text
+
+
+@pytest.mark.long
+def test_another_reference_model_needs_memory_while_it_scores(plan, pairs, tmp_path):
+    other = save_tokenizer(save_model(FAMILIES["qwen3"], tmp_path / "other", seed=1))
+    target = dict(plan_for="2xH100", lora=True, reference_model=str(other))
+    code, text = plan(**pairs, **target, memory_budget_gb=80.0)
+    assert code == ExitCode.DONE and "while --reference-model" in text, text
+    code, text = plan(**pairs, **target, memory_budget_gb=1e-5)
+    assert code == ExitCode.BAD_INPUT and "--reference-model needs 0.0 GiB" in text
+    shutil.rmtree(other)
+    code, text = plan(**pairs, **target, memory_budget_gb=80.0)
     assert code == ExitCode.BAD_INPUT and "--reference-model" in text
 
 

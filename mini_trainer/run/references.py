@@ -91,6 +91,14 @@ def list_sets(inputs: RunInputs) -> list[Mixture]:
     return [data for data in (inputs.data, inputs.validation_data) if data is not None]
 
 
+def find_unscored(inputs: RunInputs) -> list[tuple[Mixture, np.ndarray]]:
+    """The rows of the run's data that it will score before its first step."""
+    if inputs.objective.reference is None:
+        return []
+    key = identify_reference(inputs)
+    return [(data, find_missing(data, read_values(data, key))) for data in list_sets(inputs)]
+
+
 def assume_reference(inputs: RunInputs) -> None:
     """Adds zeros in place of the reference's log-probabilities, for measurements of speed."""
     for data in list_sets(inputs):

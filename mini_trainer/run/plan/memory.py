@@ -88,6 +88,15 @@ class Target:
 
 
 @dataclass(frozen=True)
+class PlannedReference:
+    """The work of a reference model before the first step."""
+
+    num_rows: int  # samples that no run has scored
+    flops: float
+    num_bytes: int  # weights of a separate model on a rank while it scores
+
+
+@dataclass(frozen=True)
 class PlannedTeacher:
     """The work of a teacher in every step."""
 
@@ -103,6 +112,7 @@ class PlannedRun:
     start: RunPosition
     make_method: Callable[[], Method]  # for another model than the inputs'
     model: PlannedModel | None
+    reference: PlannedReference | None = None  # None also if the objective has none
     teacher: PlannedTeacher | None = None  # one that reads each micro-batch
 
 
@@ -211,6 +221,7 @@ def plan_memory(
         findings.lines.append(packing.describe())
         describe_memory(target, packing, memory, findings)
         check_memory(target, memory, findings)
+        check_reference_memory(target, run, memory, findings)
     return options, packing, memory is not None
 
 
@@ -376,4 +387,19 @@ def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None
             f"a step needs {needed / GIB:,.1f} GiB on each rank, and of {target.limit / GIB / (1 - MARGIN):,.1f} GiB"
             f" {1 - MARGIN:.0%} may be used: lower --max-tokens-per-gpu (auto finds the largest), use"
             " --activation-checkpointing full, --tiled-mlp, --offload-activations, or more GPUs"
+        )
+
+
+def check_reference_memory(target: Target, run: PlannedRun, memory: StepMemory, findings: Findings) -> None:
+    """Adds the memory of a separate reference model while it scores next to the model, before the optimizer's state
+    exists; a problem if that does not fit."""
+    if run.reference is None or not run.reference.num_bytes:
+        return
+    there = sum(memory.peak[kind] for kind in ("weights", "frozen", "gathered", "loss"))
+    needed = target.base + there + run.reference.num_bytes
+    findings.lines.append(f"  {'while --reference-model scores, before the first step':<48}{needed / GIB:9.3f} GiB")
+    if target.limit is not None and needed > target.limit:
+        findings.add_problem(
+            f"--reference-model needs {needed / GIB:,.1f} GiB on each rank beside the model: use more GPUs, or score"
+            f" the data first with a run of one step on more of them"
         )

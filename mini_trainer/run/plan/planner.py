@@ -66,10 +66,11 @@ from mini_trainer.run.auto_settings import NUM_BATCHES
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, check_state
 from mini_trainer.run.identity import check_checkpoints, check_unused, identify_run, is_checkpoint_of
-from mini_trainer.run.inputs import TEACHER_MODEL, RunInputs
+from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
 from mini_trainer.run.plan.memory import (
     Findings,
     Packing,
+    PlannedReference,
     PlannedRun,
     PlannedTeacher,
     Target,
@@ -78,6 +79,7 @@ from mini_trainer.run.plan.memory import (
 )
 from mini_trainer.run.plan.simulation import PlannedModel, Ranks, lay_out_model
 from mini_trainer.run.raw_rows import find_local_data
+from mini_trainer.run.references import find_unscored
 from mini_trainer.run.run_directory import read_origin
 from mini_trainer.run.run_model import build_run_model, describe_schedule, weigh_images
 from mini_trainer.run.start import choose_method, open_inputs
@@ -203,8 +205,9 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     model = findings.problems.attempt(lambda: lay_out_model(step_options, inputs, compute, make_method()))
     if model is not None:
         weigh_images(inputs, model.flops)
+    reference = findings.problems.attempt(lambda: plan_reference(step_options, target, inputs, model))
     teacher = findings.problems.attempt(lambda: plan_teacher(step_options, target, inputs, model))
-    return PlannedRun(inputs, start, make_method, model, teacher)
+    return PlannedRun(inputs, start, make_method, model, reference, teacher)
 
 
 def find_checkpoint(output_dir: Path, resume: str) -> Checkpoint | None:
@@ -328,6 +331,7 @@ class Speed:
     """Speed of a run, measured in advance."""
 
     seconds_per_flop: float  # of a micro-batch, on all ranks together
+    seconds_per_scored_flop: float  # of a forward pass without gradients
     update_seconds: float
 
 
@@ -354,18 +358,23 @@ def measure_speed(inputs: RunInputs, options: StepOptions, world: World) -> Spee
     for batch, row, micro_batch in itertools.islice(micro_batches, 1 + NUM_TIMED):
         rows = batch.sample_ids[np.concatenate([np.array(indices, dtype=int) for indices in row])]
         micro_batch = micro_batch.to(world.device)
-        begin = now(world)
+        times = [now(world)]
         micro_batch = model.prepare(micro_batch)
         if model.looks_ahead:
             model.look_ahead(micro_batch)
         run_backward(model, micro_batch, batch.divisors)
-        measured.append((now(world) - begin, flops.of_rows(rows, inputs.data, inputs.objective)))
-    seconds, num_flops = np.sum(measured[1:], axis=0).tolist()
+        times.append(now(world))
+        if inputs.objective.reference is not None:
+            model.score(micro_batch)
+        times.append(now(world))
+        counted = [count(rows, inputs.data, inputs.objective) for count in (flops.of_rows, flops.of_scores)]
+        measured.append((*np.diff(times), *counted))
+    trained, scored, trained_flops, scored_flops = np.sum(measured[1:], axis=0).tolist()
     update_weights(state, step=0, lr=0.0, num_samples=1)  # makes the optimizer's state
     run_backward(model, micro_batch, batch.divisors)
     begin = now(world)
     update_weights(state, step=1, lr=0.0, num_samples=1)
-    return Speed(seconds / num_flops, now(world) - begin)
+    return Speed(trained / trained_flops, scored / scored_flops, now(world) - begin)
 
 
 def now(world: World) -> float:
@@ -379,12 +388,11 @@ def now(world: World) -> float:
 def plan_time(
     target: Target, run: PlannedRun, packing: Packing | None, speed: Speed | None, findings: Findings
 ) -> None:
-    """Adds the durations of a step and of the run, and how they were found."""
+    """Adds the durations of a step, of the reference's scores and of the run, and how they were found."""
     if packing is None:
         return
     rates, flops = find_rates(target, speed), packing.flops.mean()
-    if run.inputs.objective.reference is not None:
-        findings.lines.append("reference: scores each sample before the first step; time and memory are not counted")
+    scoring = plan_scoring(run, rates, findings)
     if run.teacher is not None:
         findings.lines.append(f"teacher: a forward pass in each step, {run.teacher.flops / 1e12:,.2f} TFLOP")
     update_flops = 0 if run.model is None else run.model.update_flops
@@ -398,7 +406,7 @@ def plan_time(
         how = f"assumed: {ASSUMED_MFU:.0%} of {target.peak_flops / 1e12:,.0f} TFLOP/s"
     seconds = flops * rates.seconds_per_flop + rates.update_seconds
     if speed is None and run.teacher is not None:  # the measurement includes the teacher's pass
-        seconds += run.teacher.flops * rates.seconds_per_flop
+        seconds += run.teacher.flops * rates.seconds_per_scored_flop
     if speed is None:
         seconds += update_flops * rates.seconds_per_flop
     text = f"time: {flops / 1e12:,.2f} TFLOP a step, {seconds:,.2f} s ({how})"
@@ -406,7 +414,8 @@ def plan_time(
         text += "; the run has no end"
     else:
         left = seconds * max(0, run.inputs.num_steps - run.start.step)
-        text += f"; {describe_duration(left)} for the remaining steps"
+        text += f"; {describe_duration(left + scoring)} for the remaining steps"
+        text += f" and the reference, {describe_duration(scoring)}" if scoring else ""
     findings.lines.append(text)
 
 
@@ -415,7 +424,42 @@ def find_rates(target: Target, speed: Speed | None) -> Speed | None:
     if speed is not None or target.peak_flops is None:
         return speed
     rate = 1 / (ASSUMED_MFU * target.peak_flops * target.ranks.world_size)
-    return Speed(rate, 0.0)
+    return Speed(rate, rate, 0.0)
+
+
+def plan_scoring(run: PlannedRun, rates: Speed | None, findings: Findings) -> float:
+    """Adds the samples that the reference has to score before the first step; returns the seconds this takes."""
+    reference = run.reference
+    if reference is None:
+        return 0.0
+    if not reference.num_rows:
+        findings.lines.append("reference: all samples have been scored before")
+        return 0.0
+    findings.lines.append(
+        f"reference: {reference.num_rows:,} samples to score before the first step, {reference.flops / 1e12:,.2f} TFLOP"
+    )
+    return 0.0 if rates is None else reference.flops * rates.seconds_per_scored_flop
+
+
+def plan_reference(
+    options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
+) -> PlannedReference | None:
+    """The samples that no run has scored, and what the model or --reference-model needs for them."""
+    objective = inputs.objective
+    if model is None or inputs.data is None or objective is None or objective.reference is None:
+        return None
+    unscored, flops, num_bytes = find_unscored(inputs), model.flops, 0
+    num_rows = sum(len(rows) for _, rows in unscored)
+    source = inputs.other_models.get(REFERENCE_MODEL)
+    if source is not None and num_rows:
+        compute, device = simulated_compute(options.compute, target, inputs), torch.device("cpu")
+        other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
+        num_params = sum(param.numel() for param in other.parameters())
+        flops = count_flops(other)
+        if not target.ranks.offloads:
+            num_bytes = num_params * inputs.compute_dtype.itemsize // target.ranks.num_shards
+    total = sum(flops.of_scores(rows, data, objective) for data, rows in unscored)
+    return PlannedReference(num_rows, total, num_bytes)
 
 
 def plan_teacher(
