@@ -24,14 +24,7 @@ from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_with_world
 from mini_trainer.options import flatten_options
-from mini_trainer.use.inference.answers import (
-    AnswerFile,
-    answer_all,
-    describe_making,
-    is_cut,
-    is_cut_by_context,
-    is_refused,
-)
+from mini_trainer.use.inference import answers
 from mini_trainer.use.inference.engine import Engine, open_engine
 from mini_trainer.use.inference.loading import find_answering_model
 from mini_trainer.use.inference.terminal import chat
@@ -49,14 +42,14 @@ def generate(options: GenerateOptions, world: World) -> None:
     check_output(output)
     prompts = read_prompts(options.prompts, options.format)
     engine = open_model(options, world)
-    made_by = describe_making(engine.describe(), options.sampling)
+    made_by = answers.describe_making(engine.describe(), options.sampling)
     make_parent(output)
-    file = AnswerFile(output, prompts, made_by, num_samples=options.sampling.num_samples)
-    lines = answer_all(engine, file, world)
+    file = answers.AnswerFile(output, prompts, made_by, num_samples=options.sampling.num_samples)
+    lines = answers.answer_all(engine, file, world)
     if lines is not None:
-        num_cut = sum(is_cut(line) and not is_cut_by_context(line) for line in lines)
+        num_cut = sum(answers.is_cut(line) and not answers.is_cut_by_context(line) for line in lines)
         cut = f"; {num_cut:,} of them cut at --max-new-tokens {options.sampling.max_new_tokens}" if num_cut else ""
-        num_refused = sum(map(is_refused, lines))
+        num_refused = sum(map(answers.is_refused, lines))
         refused = f"; prompts refused: {num_refused:,}" if num_refused else ""
         say(f"wrote {len(lines) - num_refused:,} answers to {output}{cut}{refused}")
 

@@ -24,25 +24,13 @@ from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, broadcast_from_rank0
 from mini_trainer.model.method import MetaModel, Method
+from mini_trainer.model.methods import osft_subspaces
 from mini_trainer.model.methods.osft_directions import (
     Directions,
     Statistics,
     open_calibration_data,
     prepare_statistics,
     read_data_hashes,
-)
-from mini_trainer.model.methods.osft_subspaces import (
-    BASES,
-    BASES_FILE,
-    NEW,
-    Bases,
-    complement,
-    hash_bases,
-    is_on_input,
-    open_bases,
-    orient,
-    oriented_shape,
-    write_bases,
 )
 from mini_trainer.model.weights import Reader, WeightGroup, copy_to_cpu, gather_one, gather_parameters
 from mini_trainer.objectives.objective import Objective, PackedModel
@@ -65,11 +53,11 @@ class OSFTLinear(nn.Module):
     def __init__(self, module: nn.Linear | Conv1D, *, num_kept: int, basis: str, compute_dtype: torch.dtype):
         super().__init__()
         self.is_conv1d = isinstance(module, Conv1D)
-        self.on_input = is_on_input(module, basis)  # A = W, else A = W^T
-        self.num_rows, self.num_columns = oriented_shape(module, basis)  # L, s
+        self.on_input = osft_subspaces.is_on_input(module, basis)  # A = W, else A = W^T
+        self.num_rows, self.num_columns = osft_subspaces.oriented_shape(module, basis)  # L, s
         self.num_kept, num_free = num_kept, self.num_columns - num_kept
-        self.is_core = not BASES[basis] and self.num_rows == self.num_columns and num_free <= num_kept
-        self.projects = not BASES[basis] and num_kept > 0 and not self.is_core
+        self.is_core = not osft_subspaces.BASES[basis] and self.num_rows == self.num_columns and num_free <= num_kept
+        self.projects = not osft_subspaces.BASES[basis] and num_kept > 0 and not self.is_core
         device = module.weight.device
         self.bias = module.bias
         self.base = nn.Parameter(
@@ -112,14 +100,14 @@ class OSFTLinear(nn.Module):
         return self.num_rows * self.num_kept if self.projects or self.is_core else 0
 
     @torch.no_grad()
-    def gather_bases(self, *, world: World) -> Bases | None:
+    def gather_bases(self, *, world: World) -> osft_subspaces.Bases | None:
         """The free and the kept directions, unsharded, on rank 0's CPU; None on other ranks. All ranks call this."""
         left = self.U_low if self.is_core else self.U_high
         V_low, left = self.V_low.full_tensor(), None if left is None else left.full_tensor()
         if world.rank != 0:
             return None
-        left = complement(left) if self.is_core else left
-        return Bases(V_low.cpu(), None if left is None else left.cpu().contiguous())
+        left = osft_subspaces.complement(left) if self.is_core else left
+        return osft_subspaces.Bases(V_low.cpu(), None if left is None else left.cpu().contiguous())
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -135,7 +123,7 @@ class OSFTLinear(nn.Module):
         whole = DTensor.from_local(
             rows, base.device_mesh, base.placements, run_check=False, shape=base.shape, stride=base.stride()
         ).full_tensor()
-        return orient(whole, on_input=self.on_input, is_conv1d=self.is_conv1d)
+        return osft_subspaces.orient(whole, on_input=self.on_input, is_conv1d=self.is_conv1d)
 
 
 @torch.no_grad()
@@ -156,7 +144,7 @@ def fill_layer(
     weight = None
     if world.rank == 0:
         weight = readers.pop(f"{name}.weight")()
-        weight = orient(weight, on_input=layer.on_input, is_conv1d=layer.is_conv1d)
+        weight = osft_subspaces.orient(weight, on_input=layer.on_input, is_conv1d=layer.is_conv1d)
     num_columns, num_new, device = layer.num_columns, layer.num_kept - num_earlier, world.device
     shape = (num_columns, num_columns - num_earlier)
     basis = broadcast_from_rank0(subspace.get("basis"), shape, dtype=torch.float32, device=device)
@@ -179,7 +167,7 @@ def fill_layer(
         if layer.projects:
             layer.U_high = U_high
         else:
-            U_low = complement(U_high.full_tensor())
+            U_low = osft_subspaces.complement(U_high.full_tensor())
             U_low = broadcast_from_rank0(U_low, U_low.shape, dtype=torch.float32, device=device)
             layer.U_low = nn.Parameter(U_low, requires_grad=False)
 
@@ -246,7 +234,7 @@ class OSFT(Method):
         self.calibration_data: TokenizedData | None = None
         self.data_options: DataOptions | None = None
         self.statistics = Statistics()
-        self.bases: dict[str, Bases] = {}  # on rank 0: gathered for an export
+        self.bases: dict[str, osft_subspaces.Bases] = {}  # on rank 0: gathered for an export
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         self.data_options = data_options
@@ -256,8 +244,12 @@ class OSFT(Method):
             )
 
     def list_data_hashes(self) -> list[str]:
-        earlier = [] if self.options.osft_bases in (None, NEW) else [hash_bases(Path(self.options.osft_bases))]
-        if not BASES[self.options.osft_basis]:
+        earlier = (
+            []
+            if self.options.osft_bases in (None, osft_subspaces.NEW)
+            else [osft_subspaces.hash_bases(Path(self.options.osft_bases))]
+        )
+        if not osft_subspaces.BASES[self.options.osft_basis]:
             return earlier
         path = self.options.osft_statistics
         known = read_data_hashes(Path(path)) if path is not None and Path(path).exists() else []
@@ -267,9 +259,9 @@ class OSFT(Method):
     def verify_files(self) -> None:
         if self.calibration_data is not None:
             verify_data(self.calibration_data)
-        if self.options.osft_bases not in (None, NEW):
+        if self.options.osft_bases not in (None, osft_subspaces.NEW):
             bases = Path(self.options.osft_bases)
-            with open_bases(bases):  # refused here if it is none
+            with osft_subspaces.open_bases(bases):  # refused here if it is none
                 verify_file(bases)
 
     def list_read_files(self) -> dict[str, Path]:
@@ -277,7 +269,7 @@ class OSFT(Method):
         return {} if data is None else {"--osft-calibration-data": data.path}
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
-        if BASES[self.options.osft_basis]:
+        if osft_subspaces.BASES[self.options.osft_basis]:
             self.statistics = prepare_statistics(
                 self.options.osft_statistics and Path(self.options.osft_statistics),
                 self.calibration_data,
@@ -312,7 +304,7 @@ class OSFT(Method):
         self.layers = []
         for name, kept in num_kept.items():
             module = model.get_submodule(name)
-            if kept == oriented_shape(module, basis)[1]:
+            if kept == osft_subspaces.oriented_shape(module, basis)[1]:
                 module.weight.requires_grad_(False)  # FSDP does not support empty parameters
                 continue
             layer = OSFTLinear(module, num_kept=kept, basis=basis, compute_dtype=meta.compute_dtype)
@@ -373,18 +365,20 @@ class OSFT(Method):
             self.bases = self.gather_bases(packed_model.model, world)
         return gather_merged(packed_model.model, dtype, world=world)
 
-    def gather_bases(self, model: PreTrainedModel, world: World) -> dict[str, Bases]:
+    def gather_bases(self, model: PreTrainedModel, world: World) -> dict[str, osft_subspaces.Bases]:
         """On rank 0, the directions that the trained model keeps of each target; empty on other ranks. All ranks call
         this."""
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, OSFTLinear)}
-        bases = {name: Bases(torch.empty(columns, 0)) for name, columns in self.directions.num_columns.items()}
+        bases = {
+            name: osft_subspaces.Bases(torch.empty(columns, 0)) for name, columns in self.directions.num_columns.items()
+        }
         for name, layer in layers.items():
             bases[name] = layer.gather_bases(world=world)
         return bases if world.rank == 0 else {}
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.bases:
-            write_bases(self.bases, directory / BASES_FILE, basis=self.options.osft_basis)
+            osft_subspaces.write_bases(self.bases, directory / osft_subspaces.BASES_FILE, basis=self.options.osft_basis)
         self.bases = {}
 
 

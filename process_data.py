@@ -34,6 +34,7 @@ from mini_trainer.options.tools import ProcessDataOptions
 if __name__ == "__main__":
     options = parse_options(ProcessDataOptions)  # before the slow imports: --help and typos answer at once
 
+from mini_trainer.data.rows import preparing, report
 from mini_trainer.data.rows.column_names import describe_unread
 from mini_trainer.data.rows.files import Folder, Source, check_folder, describe_skipped, find_sources
 from mini_trainer.data.rows.hub_rows import find_dataset
@@ -55,28 +56,6 @@ from mini_trainer.data.rows.parts import (
     read_results,
     remove_parts,
     write_part,
-)
-from mini_trainer.data.rows.preparing import (
-    Prepared,
-    changes_tokenizer,
-    choose_paths,
-    count_workers,
-    make_random_source,
-    prepare,
-)
-from mini_trainer.data.rows.report import (
-    Totals,
-    add_up,
-    check_kept,
-    check_rejected,
-    check_stops,
-    describe_completions,
-    describe_lengths,
-    describe_remarks,
-    describe_sources,
-    print_report,
-    print_sides,
-    report_progress,
 )
 from mini_trainer.data.rows.rows import NUM_REASONS_SHOWN, ChunkResult, process_chunk, read_formatted_chunks
 from mini_trainer.data.rows.split import SIDES, SideWriter, check_sides, mark_place
@@ -108,7 +87,7 @@ def process_data(options: ProcessDataOptions) -> None:
     check_choices(options)
     # Check options and outputs before any row is read.
     if options.rows.mock_data is not None:
-        sources = [make_random_source(options.rows)]
+        sources = [preparing.make_random_source(options.rows)]
     elif options.rows.input_dataset is not None:
         sources = [find_dataset(options.rows)]
     else:
@@ -119,7 +98,7 @@ def process_data(options: ProcessDataOptions) -> None:
     before = identify_file(outputs.data)
     index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
     divided = divide(sources, index, count) if count > 1 else sources
-    prepared = prepare(options, sources)
+    prepared = preparing.prepare(options, sources)
     part = Part(name_directory(outputs.data), index, count)
     if count > 1 and part.content is None and identify_file(outputs.data) != before:  # joined parts are removed
         return say(f"part {part}: another process has joined all parts to {outputs.data}")
@@ -145,7 +124,7 @@ def write_data_set(
     outputs: Outputs,
     results: Iterator[ChunkResult],
     num_bytes: int,
-    prepared: Prepared,
+    prepared: preparing.Prepared,
     options: ProcessDataOptions,
 ) -> None:
     """Writes the results of all chunks as the data set, with its other files, and prints the report. `num_bytes`: of
@@ -168,17 +147,17 @@ def write_data_set(
                 rejected_rows=rejected_rows,
             )
         check_interrupt()
-        totals = add_up(sides)
-        notes = [*prepared.notes, *describe_skipped(sources), *describe_remarks(totals)]
-        notes += describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
-        check_rejected(totals, reasons, skip_invalid=options.rows.skip_invalid)
-        check_kept(totals, reasons, sources=sources, max_sample_num_tokens=options.rows.max_sample_num_tokens)
+        totals = report.add_up(sides)
+        notes = [*prepared.notes, *describe_skipped(sources), *report.describe_remarks(totals)]
+        notes += report.describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
+        report.check_rejected(totals, reasons, skip_invalid=options.rows.skip_invalid)
+        report.check_kept(totals, reasons, sources=sources, max_sample_num_tokens=options.rows.max_sample_num_tokens)
         notes += describe_unread(totals.columns, options.rows.ignore_columns)
         if tokenizer.chat_template is not None:
-            notes += describe_completions(totals)
+            notes += report.describe_completions(totals)
         stop_token_id = prepared.stop_token_id
         stop = None if stop_token_id is None else tokenizer.convert_ids_to_tokens(stop_token_id)
-        notes += check_stops(totals, options.rows, stop=stop, open_turns=prepared.open_turns)
+        notes += report.check_stops(totals, options.rows, stop=stop, open_turns=prepared.open_turns)
         if outputs.is_split:
             check_sides(sides, share=options.rows.validation_share)
         if not reasons:
@@ -194,22 +173,22 @@ def write_data_set(
         )
         write_companions(outputs, aside, sides, options=options, tokenizer=tokenizer, describe=describe)
         if outputs.page is not None:
-            title = sources[0].name if len(sources) == 1 else describe_sources(sources)
+            title = sources[0].name if len(sources) == 1 else report.describe_sources(sources)
             directory = outputs.data.resolve().parent
             write_page(aside[outputs.page], totals, task, tokenizer=tokenizer, title=title, directory=directory)
     seconds = time.perf_counter() - start
     outputs.finish()
     # The report comes last, below anything that libraries may print.
-    print_report(totals, task, seconds=seconds, sources=sources)
+    report.print_report(totals, task, seconds=seconds, sources=sources)
     if outputs.is_split:
-        print_sides(dict(zip(SIDES, sides, strict=True)), task)
+        report.print_sides(dict(zip(SIDES, sides, strict=True)), task)
     for note in notes:
         say(f"note: {note}")
     print_outputs(outputs, added_tokens=prepared.added_tokens)
     print_samples(totals.samples[: options.preview], tokenizer, mask=options.string_for_printing_masks)
 
 
-def make_part(part: Part, divided: list[Source], prepared: Prepared, options: ProcessDataOptions) -> None:
+def make_part(part: Part, divided: list[Source], prepared: preparing.Prepared, options: ProcessDataOptions) -> None:
     """Writes a part, unless it exists. ValueError for rows that cannot be used."""
     made_with = identify_parts(part.count, prepared, options)
     if part.content is not None and not find_faults([part], made_with):
@@ -217,7 +196,7 @@ def make_part(part: Part, divided: list[Source], prepared: Prepared, options: Pr
     counts, reasons = Counter[str](), []
 
     def count_rows() -> Iterator[ChunkResult]:
-        with closing(tokenize(divided, prepared, options)) as results, report_progress(num_bytes) as advance:
+        with closing(tokenize(divided, prepared, options)) as results, report.report_progress(num_bytes) as advance:
             for result in results:
                 check_interrupt()
                 for side in result.sides:
@@ -225,7 +204,7 @@ def make_part(part: Part, divided: list[Source], prepared: Prepared, options: Pr
                 reasons.extend(result.reasons[: NUM_REASONS_SHOWN - len(reasons)])
                 advance(sum(side.totals.rows["in"] for side in result.sides), result.num_bytes)
                 yield result
-        check_rejected(Totals(0, rows=counts), reasons, skip_invalid=options.rows.skip_invalid)
+        report.check_rejected(report.Totals(0, rows=counts), reasons, skip_invalid=options.rows.skip_invalid)
 
     def describe() -> dict[str, Any]:
         if identify_sources(prepared.sources) != made_with["sources"]:
@@ -237,7 +216,7 @@ def make_part(part: Part, divided: list[Source], prepared: Prepared, options: Pr
     say(f"part {part}: {counts['in']:,} rows, {counts['kept']:,} kept, in {part.rows}")
 
 
-def identify_parts(count: int, prepared: Prepared, options: ProcessDataOptions) -> dict[str, Any]:
+def identify_parts(count: int, prepared: preparing.Prepared, options: ProcessDataOptions) -> dict[str, Any]:
     """The configuration that all parts of a data set must have in common."""
     how = {"preview": num_samples_shown(options), "output_file": Path(options.output_file).suffix}
     found = {
@@ -254,7 +233,7 @@ def identify_parts(count: int, prepared: Prepared, options: ProcessDataOptions) 
     return json.loads(json.dumps(found))  # as it is read back
 
 
-def are_joined(outputs: Outputs, prepared: Prepared, options: ProcessDataOptions) -> bool:
+def are_joined(outputs: Outputs, prepared: preparing.Prepared, options: ProcessDataOptions) -> bool:
     """Whether the outputs exist, made from these rows with these options, and no parts do."""
     files = [outputs.page, *(path for one in outputs.data_sets for path in (one.data, one.sidecar))]
     if not all(path is None or path.exists() for path in files) or has_parts(name_directory(outputs.data)):
@@ -263,7 +242,7 @@ def are_joined(outputs: Outputs, prepared: Prepared, options: ProcessDataOptions
     return all(is_made_of(one.sidecar, sources, options, tokenizer=tokenizer) for one in outputs.data_sets)
 
 
-def join_parts(outputs: Outputs, count: int, prepared: Prepared, options: ProcessDataOptions) -> None:
+def join_parts(outputs: Outputs, count: int, prepared: preparing.Prepared, options: ProcessDataOptions) -> None:
     """Writes the data set from its parts, and removes them. ValueError if some are missing, or of another
     configuration."""
     directory = name_directory(outputs.data)
@@ -288,26 +267,28 @@ def join_parts(outputs: Outputs, count: int, prepared: Prepared, options: Proces
 def write_companions(
     outputs: Outputs,
     aside: dict[Path, Path],
-    sides: Sequence[Totals],
+    sides: Sequence[report.Totals],
     *,
     options: ProcessDataOptions,
     tokenizer: Any,
-    describe: Callable[[Totals], dict[str, Any]],
+    describe: Callable[[report.Totals], dict[str, Any]],
 ) -> None:
     """Writes each data set's sidecar, from `describe`, and the tokenizer if it differs from the model's."""
     for i, (files, totals) in enumerate(zip(outputs.data_sets, sides, strict=True)):
-        if changes_tokenizer(options):
+        if preparing.changes_tokenizer(options):
             tokenizer.save_pretrained(aside[files.tokenizer])
         split = None
         if outputs.is_split:
             other = outputs.data_sets[1 - i].data.name
             split = {"side": SIDES[i], "validation_share": options.rows.validation_share, "other_side": other}
-        tokenizer_dir = files.tokenizer.name if changes_tokenizer(options) else None
+        tokenizer_dir = files.tokenizer.name if preparing.changes_tokenizer(options) else None
         made = {"tokenizer_dir": tokenizer_dir, "split": split, "file": hash_file(aside[files.data])}
         aside[files.sidecar].write_text(json.dumps(sign(describe(totals) | made), indent=2) + "\n")
 
 
-def tokenize(sources: Sequence[Source], prepared: Prepared, options: ProcessDataOptions) -> Iterator[ChunkResult]:
+def tokenize(
+    sources: Sequence[Source], prepared: preparing.Prepared, options: ProcessDataOptions
+) -> Iterator[ChunkResult]:
     """The results of the sources' chunks, in order. Workers read, tokenize and mask; the files are read here."""
     process = partial(
         process_chunk,
@@ -318,8 +299,8 @@ def tokenize(sources: Sequence[Source], prepared: Prepared, options: ProcessData
         cuts_blocks=options.rows.document_block is not None,
         validation_share=options.rows.validation_share,
     )
-    chunks = read_formatted_chunks(sources, options.rows.format, choose_paths(options))
-    with closing(run_in_order(process, chunks, num_workers=count_workers(sources, options.rows))) as results:
+    chunks = read_formatted_chunks(sources, options.rows.format, preparing.choose_paths(options))
+    with closing(run_in_order(process, chunks, num_workers=preparing.count_workers(sources, options.rows))) as results:
         yield from (result for _, result in results)
 
 
@@ -328,14 +309,14 @@ def write_data(
     *,
     results: Iterator[ChunkResult],
     num_bytes: int,
-    prepared: Prepared,
+    prepared: preparing.Prepared,
     options: ProcessDataOptions,
     rejected_rows: BinaryIO,
-) -> tuple[list[Totals], list[str]]:
+) -> tuple[list[report.Totals], list[str]]:
     """Writes samples to the `paths` of their sides, and rejected rows, as they come. Returns each side's totals, and
     the first reasons of rejected rows."""
     ending, reasons = Path(options.output_file).suffix, []
-    with ExitStack() as files, report_progress(num_bytes) as advance:
+    with ExitStack() as files, report.report_progress(num_bytes) as advance:
         writers = [
             SideWriter(
                 files.enter_context(open_output(path, ending, prepared.preparation.task)),

@@ -17,15 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from mini_trainer.batch_packer import batch_lengths_to_minibatches, pack_batch  # noqa: F401 - sampler had it first
-from mini_trainer.data.tokenized.by_row import (
-    Permutation,
-    Rows,
-    RunningSums,
-    Values,
-    draw_permutation,
-    find_top_row,
-    sum_values,
-)
+from mini_trainer.data.tokenized import by_row
 from mini_trainer.data.tokenized.mixture import Mixture, interleave
 from mini_trainer.distributed.world import RowGroup, RowPlace, World, count_sharing
 from mini_trainer.objectives.families.family import MicroBatch
@@ -73,17 +65,17 @@ class Batch:
 
 
 @functools.lru_cache(maxsize=256)
-def epoch_permutations(seed: tuple[int, ...], num_samples: int) -> Callable[[int], Permutation]:
+def epoch_permutations(seed: tuple[int, ...], num_samples: int) -> Callable[[int], by_row.Permutation]:
     """A data set's order in each epoch: a permutation (num_samples,) drawn from (seed, epoch)."""
 
     @functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
-    def permute(epoch: int) -> Permutation:
-        return draw_permutation(num_samples, [seed[0], epoch, *seed[1:]])
+    def permute(epoch: int) -> by_row.Permutation:
+        return by_row.draw_permutation(num_samples, [seed[0], epoch, *seed[1:]])
 
     return permute
 
 
-def draw_from(kept: Rows, *, seed: tuple[int, ...], start: int, count: int) -> np.ndarray:  # (count,)
+def draw_from(kept: by_row.Rows, *, seed: tuple[int, ...], start: int, count: int) -> np.ndarray:  # (count,)
     """Rows at positions [start, start + count) of the infinite stream of one data set's rows `kept`."""
     parts = [kept[:0]]
     while count > 0:
@@ -146,13 +138,13 @@ class StreamTokens:
         return first + bisect.bisect_left(range(first, expected + width), num_tokens, key=self.count)
 
 
-def cumulate_epochs(lengths: Values, kept: Rows, *, seed: tuple[int, ...]) -> Callable[[int], int]:
+def cumulate_epochs(lengths: by_row.Values, kept: by_row.Rows, *, seed: tuple[int, ...]) -> Callable[[int], int]:
     """Returns the function from a number of draws from one data set's rows `kept` to the number of their tokens."""
-    num_tokens, size, permute = sum_values(lengths, kept), len(kept), epoch_permutations(seed, len(kept))
+    num_tokens, size, permute = by_row.sum_values(lengths, kept), len(kept), epoch_permutations(seed, len(kept))
 
     @functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
-    def open_epoch(epoch: int) -> RunningSums:
-        return RunningSums(lambda start, end: lengths[kept[permute(epoch)[start:end]]], size, total=num_tokens)
+    def open_epoch(epoch: int) -> by_row.RunningSums:
+        return by_row.RunningSums(lambda start, end: lengths[kept[permute(epoch)[start:end]]], size, total=num_tokens)
 
     def count(num_drawn: int) -> int:
         epoch, offset = divmod(num_drawn, size)
@@ -236,7 +228,7 @@ def choose_batching(data: Mixture, options: DataOptions) -> Batching:
     """The rule of --batch-size or --batch-tokens. ValueError for a sample longer than --batch-tokens."""
     if options.batch_tokens is None:
         return SampleBatches(options.samples_per_step)
-    longest = find_top_row(data.lengths, data.kept)
+    longest = by_row.find_top_row(data.lengths, data.kept)
     if data.lengths[longest] > options.batch_tokens:
         path, row = data.locate(longest)
         raise ValueError(

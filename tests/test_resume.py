@@ -24,7 +24,6 @@ from mini_trainer.distributed.ending import RunError
 from mini_trainer.run.checkpointing import NoValidCheckpoint
 from mini_trainer.run.end_report import read_ends
 from mini_trainer.run.model_card import read_rows as read_card_rows
-from mini_trainer.run.trackers import read_earlier
 from mini_trainer.run.training_log import MetricsFile
 
 MODEL = "llama_tied_bias"
@@ -493,7 +492,6 @@ def test_readers_of_metrics_leave_damaged_lines_out(tmp_path):
     lines, path = make_lines([1, 2, 3]), tmp_path / METRICS[0]
     path.write_bytes(b"".join([lines[0], b"\0\n", lines[1], b"[]\n", lines[2], b"x\n"]))
     assert [row["step"] for row in read_card_rows(path, 2)] == [1, 2]
-    assert [step for step, _ in read_earlier(tmp_path, last_step=3)] == [1, 2, 3]
     assert read_ends(path) == ({"step": 1, "loss": 1.5}, {})
 
 

@@ -10,8 +10,7 @@ from evaluations import evaluate_here
 from openai_standin import Refusal, Server, repeat, serve
 from tiny_data import read_lines, write_jsonl
 
-from mini_trainer.continual.replay import keep_passing
-from mini_trainer.continual.rounds import describe_refused, pair_rows
+from mini_trainer.continual.replay import describe_refused, keep_passing
 from mini_trainer.continual.settings import Replay, Task
 from mini_trainer.generate import generate
 from mini_trainer.options import group_options
@@ -187,8 +186,6 @@ def test_refused_prompts_are_not_trained_on(server, world, tmp_path):
     lines = run(world, server, tmp_path, [3, 50, 4])
     rows = [{"messages": [{"role": "user", "content": line["row"]["question"]}, {"role": "assistant", "content": "Q"}]}
             for line in lines]  # fmt: skip
-    pairs = [pair_rows(rows, line, "{prompt} {demonstration}") for line in lines]
-    assert [pair is None for pair in pairs] == [False, True, False]
     assert describe_refused(lines) == "; prompts too long for the model: 1"
     asked = write_jsonl(tmp_path / "asked.jsonl", rows)
     replay = Replay(kind="own-answers", min_score=0.0)

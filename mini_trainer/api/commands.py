@@ -14,16 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from mini_trainer.api.arguments import (
-    NOTHING,
-    DataProcessArgs,
-    DeepSpeedOptions,
-    LoraOptions,
-    PretrainingConfig,
-    TorchrunArgs,
-    TrainingArgs,
-    TrainingMode,
-)
+from mini_trainer.api import arguments
 from mini_trainer.api.errors import make_bad_input
 from mini_trainer.api.sent_callbacks import send_callbacks
 from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file, names_tokenized
@@ -78,7 +69,7 @@ class Values(dict):
         self[name], self.given_as[name] = value, by
 
 
-def make_torchrun_words(args: TorchrunArgs) -> list[str]:
+def make_torchrun_words(args: arguments.TorchrunArgs) -> list[str]:
     """Arguments of `mini-trainer train` that start processes."""
     if args.rdzv_endpoint and args.master_addr:
         raise make_bad_input("rdzv_endpoint and master_addr both set the rendezvous: give only one of them")
@@ -92,12 +83,12 @@ def make_torchrun_words(args: TorchrunArgs) -> list[str]:
     return [*words, *(f"{flag_name(name)}={value}" for name, value in given.items())]
 
 
-def make_train_words(args: TrainingArgs) -> list[str]:
+def make_train_words(args: arguments.TrainingArgs) -> list[str]:
     """Command-line arguments of train.py; BadInputError for options without a counterpart or given under two names."""
     return make_words(TrainOptions, make_train_values(args))
 
 
-def make_train_values(args: TrainingArgs) -> Values:
+def make_train_values(args: arguments.TrainingArgs) -> Values:
     """Options of train.py, with the fields that they are from."""
     values, given = Values(), list_given(args)
     if given.get("save_samples", 1) <= 0:  # means "never" in InstructLab
@@ -129,28 +120,29 @@ def make_train_values(args: TrainingArgs) -> Values:
     for name, value in given.items():
         if name in own:
             values.give(name, value, by=name)
-    if not any(end in values for end in ENDS) and args.training_mode != TrainingMode.INFINITE:
+    if not any(end in values for end in ENDS) and args.training_mode != arguments.TrainingMode.INFINITE:
         values.give("max_epochs", 1, by="the default of InstructLab")
     return values
 
 
-def tokenizes_first(args: TrainingArgs) -> bool:
+def tokenizes_first(args: arguments.TrainingArgs) -> bool:
     """Whether `data_path` names chats to tokenize: not if train.py itself gets rows, or mock data."""
     return args.process_data and not gives_rows(args) and not names_tokenized(args)
 
 
-def gives_rows(args: TrainingArgs) -> bool:
+def gives_rows(args: arguments.TrainingArgs) -> bool:
     return any(
-        getattr(args, name) not in (NOTHING, None, False) for name in ("input_file", "input_dataset", "mock_data")
+        getattr(args, name) not in (arguments.NOTHING, None, False)
+        for name in ("input_file", "input_dataset", "mock_data")
     )
 
 
-def make_data_words(args: DataProcessArgs) -> list[str]:
+def make_data_words(args: arguments.DataProcessArgs) -> list[str]:
     """Command-line arguments of process_data.py."""
     return make_words(ProcessDataOptions, make_data_values(args))
 
 
-def make_data_values(args: DataProcessArgs) -> Values:
+def make_data_values(args: arguments.DataProcessArgs) -> Values:
     values, given = Values(), list_given(args)
     for name, value in given.items():
         if name == "data_output_path" and not Path(value).suffix:
@@ -163,27 +155,29 @@ def make_data_values(args: DataProcessArgs) -> Values:
     return values
 
 
-def make_data_args(args: TrainingArgs) -> DataProcessArgs:
+def make_data_args(args: arguments.TrainingArgs) -> arguments.DataProcessArgs:
     """Arguments for the tokenization that `run_training` does before training."""
-    if args.data_path in (NOTHING, None):
+    if args.data_path in (arguments.NOTHING, None):
         raise make_bad_input("data_path is missing: give chats to train on, or tokenized data with process_data=False")
-    model = args.model_path if args.model_name_or_path in (NOTHING, None) else args.model_name_or_path
-    return DataProcessArgs(
+    model = args.model_path if args.model_name_or_path in (arguments.NOTHING, None) else args.model_name_or_path
+    return arguments.DataProcessArgs(
         data_path=args.data_path,
         output_file=str(find_data_file(args)),
         model_path=model,
         model_revision=args.model_revision,
         trust_remote_code=args.trust_remote_code,
-        max_seq_len=NOTHING if args.max_seq_len is None or args.pretraining_config is not None else args.max_seq_len,
+        max_seq_len=arguments.NOTHING
+        if args.max_seq_len is None or args.pretraining_config is not None
+        else args.max_seq_len,
         chat_tmpl_path=args.chat_tmpl_path,
-        num_cpu_procs=NOTHING if args.data_process_num_cpu_procs is None else args.data_process_num_cpu_procs,
-        validation_share=args.validation_split or NOTHING,
+        num_cpu_procs=arguments.NOTHING if args.data_process_num_cpu_procs is None else args.data_process_num_cpu_procs,
+        validation_share=args.validation_split or arguments.NOTHING,
         preview=0,
         **make_document_args(args.pretraining_config),
     )
 
 
-def make_document_args(config: PretrainingConfig | None) -> dict[str, Any]:
+def make_document_args(config: arguments.PretrainingConfig | None) -> dict[str, Any]:
     if config is None:
         return {}
     columns = (f"text={config.document_column_name}",)
@@ -204,11 +198,11 @@ def list_given(args: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in given.items()
-        if value is not NOTHING and (value is not None or name in NONE_IS_A_VALUE)
+        if value is not arguments.NOTHING and (value is not None or name in NONE_IS_A_VALUE)
     }
 
 
-def give_blocks(values: Values, args: TrainingArgs, given: dict[str, Any]) -> None:
+def give_blocks(values: Values, args: arguments.TrainingArgs, given: dict[str, Any]) -> None:
     """Converts `pretraining_config`, of which training_hub also gives the block size by itself."""
     config = args.pretraining_config
     if gives_rows(args):
@@ -225,7 +219,7 @@ def give_methods(values: Values, given: dict[str, Any]) -> None:
         given.pop("lora", None)
     if osft is None:
         given.pop("osft", None)
-    if isinstance(lora, LoraOptions):
+    if isinstance(lora, arguments.LoraOptions):
         del given["lora"]
         values.give("lora", True, by="lora")
         for name in ("rank", "alpha", "dropout"):
@@ -243,7 +237,7 @@ def give_methods(values: Values, given: dict[str, Any]) -> None:
             values.give(name, value, by="osft")
 
 
-def give_sharding(values: Values, args: TrainingArgs) -> None:
+def give_sharding(values: Values, args: arguments.TrainingArgs) -> None:
     """Converts the options of FSDP and DeepSpeed."""
     backend = to_plain(args.distributed_backend)
     if backend != "fsdp":
@@ -260,7 +254,7 @@ def give_sharding(values: Values, args: TrainingArgs) -> None:
     if deepspeed is not None:
         given = dataclasses.asdict(deepspeed)
         del given["cpu_offload_optimizer"]
-        defaults = dataclasses.asdict(DeepSpeedOptions())
+        defaults = dataclasses.asdict(arguments.DeepSpeedOptions())
         refused = [name for name, value in given.items() if value != defaults[name]]
         if refused:
             raise make_bad_input(f"deepspeed_options: {', '.join(refused)} has no counterpart here")
@@ -268,7 +262,7 @@ def give_sharding(values: Values, args: TrainingArgs) -> None:
             values.give("cpu_offload", True, by="deepspeed_options")
 
 
-def give_validation(values: Values, args: TrainingArgs) -> None:
+def give_validation(values: Values, args: arguments.TrainingArgs) -> None:
     """Converts the validation split."""
     if args.validation_split and gives_rows(args):
         values.give("validation_share", args.validation_split, by="validation_split")
@@ -298,12 +292,12 @@ def give_trackers(values: Values, given: dict[str, Any]) -> None:
 
 def list_callbacks(given: Any) -> list[Any]:
     """The callbacks in the field's value: one, several, or none."""
-    if given is NOTHING or given is None:
+    if given is arguments.NOTHING or given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def find_callback_folders(args: TrainingArgs) -> list[str]:
+def find_callback_folders(args: arguments.TrainingArgs) -> list[str]:
     """Folders from which this process has imported the callbacks that are given as classes."""
     folders = []
     for callback in list_callbacks(args.callbacks):
@@ -314,7 +308,7 @@ def find_callback_folders(args: TrainingArgs) -> list[str]:
     return list(dict.fromkeys(folders))
 
 
-def make_environment(args: TrainingArgs, sent_to: Path | None = None) -> dict[str, str]:
+def make_environment(args: arguments.TrainingArgs, sent_to: Path | None = None) -> dict[str, str]:
     """Environment variables for the fields of trackers, and for where callbacks are.
 
     `sent_to`: the folder of the modules of callbacks that are sent, which may import all that this process can.
@@ -325,7 +319,7 @@ def make_environment(args: TrainingArgs, sent_to: Path | None = None) -> dict[st
     return {variable: value for variable, value in [*pairs, *folders.items()] if value is not None}
 
 
-def name_arguments(message: str, args: TrainingArgs | DataProcessArgs, values: Values) -> str:
+def name_arguments(message: str, args: arguments.TrainingArgs | arguments.DataProcessArgs, values: Values) -> str:
     """A script's message with arguments, as they were given, in place of flags, and without advice on --help."""
     fields = {field.name for field in dataclasses.fields(args)}
 
@@ -448,7 +442,7 @@ def choose_end(given: dict[str, Any]) -> None:
 
 def read_mode(mode: Any) -> str:
     """The mode's name; BadInputError for an unknown one."""
-    name = mode.value if isinstance(mode, TrainingMode) else mode
+    name = mode.value if isinstance(mode, arguments.TrainingMode) else mode
     if name not in END_OF_MODE:
         raise make_bad_input(f"training_mode {name!r}: must be one of {', '.join(END_OF_MODE)}")
     return name
@@ -472,9 +466,9 @@ def convert_schedule_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]
     return {option: ("lr_scheduler_kwargs", value) for option, value in found.items()}
 
 
-def list_notes(args: TrainingArgs) -> list[str]:
+def list_notes(args: arguments.TrainingArgs) -> list[str]:
     """Fields that have no effect, and defaults of Red Hat's that apply, or do not."""
-    given = {name: value for name, value in vars(args).items() if value is not NOTHING and value is not None}
+    given = {name: value for name, value in vars(args).items() if value is not arguments.NOTHING and value is not None}
     rows = {name: find_row(name) for name in TRAIN_NAMES if name in given}
     notes = [f"{name} has no effect: {row.reason}" for name, row in rows.items() if not row.options]
     if "osft_upcast_dtype" in given:

@@ -9,20 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from mini_trainer.api import commands
 from mini_trainer.api.arguments import DataProcessArgs, TorchrunArgs, TrainingArgs
-from mini_trainer.api.commands import (
-    list_callbacks,
-    list_notes,
-    make_data_args,
-    make_data_values,
-    make_environment,
-    make_torchrun_words,
-    make_train_values,
-    make_train_words,
-    make_words,
-    name_arguments,
-    tokenizes_first,
-)
 from mini_trainer.api.errors import make_error
 from mini_trainer.api.sent_callbacks import send_callbacks, write_modules
 from mini_trainer.api.tokenized import derive_data, names_tokenized
@@ -80,35 +68,37 @@ def run_training(
     if training_args is None:
         raise TypeError("run_training() needs training_args")
     if callbacks is not None:
-        choose_one(list_callbacks(training_args.callbacks) or None, callbacks, "callbacks and those of training_args")
+        choose_one(
+            commands.list_callbacks(training_args.callbacks) or None, callbacks, "callbacks and those of training_args"
+        )
         training_args = replace(training_args, callbacks=tuple(callbacks))
-    launch_words = make_torchrun_words(torchrun_args)
-    make_train_words(training_args)  # refused before anything is written or started
-    for note in list_notes(training_args):
+    launch_words = commands.make_torchrun_words(torchrun_args)
+    commands.make_train_words(training_args)  # refused before anything is written or started
+    for note in commands.list_notes(training_args):
         say(f"note: {note}")
     with raising_storage_errors():
         if names_tokenized(training_args) or not training_args.process_data:
             training_args = derive_data(training_args)
-    values = make_train_values(training_args)
-    if tokenizes_first(training_args):
+    values = commands.make_train_values(training_args)
+    if commands.tokenizes_first(training_args):
         with raising_storage_errors():
             Path(training_args.data_output_dir).mkdir(parents=True, exist_ok=True)
-        process_data(make_data_args(training_args))
+        process_data(commands.make_data_args(training_args))
     output_dir = Path(values["output_dir"])
     log_file = output_dir.with_name(f"{output_dir.name}.console_node{torchrun_args.node_rank}.log")
     before = identify_file(output_dir / EXIT_FILE)
     with raising_storage_errors():
         log_file.parent.mkdir(parents=True, exist_ok=True)
         log = log_file.open("a", encoding="utf-8")
-    sent = send_callbacks(list_callbacks(training_args.callbacks))
+    sent = send_callbacks(commands.list_callbacks(training_args.callbacks))
     with log, TemporaryDirectory(prefix="mini_trainer_callbacks_") as folder:
         sent_to = write_modules(sent, Path(folder))
-        words = [*launch_words, *make_words(TrainOptions, values)]
-        code, last_words = run_child(["train", *words], log, more=make_environment(training_args, sent_to))
+        words = [*launch_words, *commands.make_words(TrainOptions, values)]
+        code, last_words = run_child(["train", *words], log, more=commands.make_environment(training_args, sent_to))
     has_written_why = identify_file(output_dir / EXIT_FILE) not in (None, before)
     reason = json.loads((output_dir / EXIT_FILE).read_text())["message"] if has_written_why else last_words
     if code not in (ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
-        raise make_error(code, name_arguments(reason, training_args, values), log_file)
+        raise make_error(code, commands.name_arguments(reason, training_args, values), log_file)
     rows = (row for _, _, row in read_metrics(output_dir / METRICS_FILE) if row is not None)  # without damaged ones
     last_metrics = next(iter(deque(rows, maxlen=1)), None)
     return TrainingResult(output_dir, code, reason, list_exports(output_dir), last_metrics, log_file)
@@ -130,10 +120,10 @@ def process_data(args: DataProcessArgs) -> Path:
         BadInputError: for invalid rows or options.
         KeyboardInterrupt: after Ctrl-C; no output is left then.
     """
-    values = make_data_values(args)
-    code, last_words = run_child(["process-data", *make_words(ProcessDataOptions, values)])
+    values = commands.make_data_values(args)
+    code, last_words = run_child(["process-data", *commands.make_words(ProcessDataOptions, values)])
     if code != ExitCode.DONE:
-        raise make_error(code, name_arguments(last_words, args, values))
+        raise make_error(code, commands.name_arguments(last_words, args, values))
     return Path(values["output_file"])
 
 

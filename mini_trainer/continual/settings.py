@@ -14,18 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_trainer.options import TeacherOptions, TrainOptions, group_options
+from mini_trainer.options import TeacherOptions, TrainOptions, group_options, option_files
 from mini_trainer.options.fields import option
-from mini_trainer.options.option_files import (
-    convert_each,
-    make_settings,
-    name_values,
-    naming_place,
-    read_option_file,
-    read_options,
-    read_values,
-    refuse,
-)
 from mini_trainer.options.problems.choices import LORA_ADAPTER_SAYS
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions
@@ -253,16 +243,16 @@ def read_settings(path: Path, *, output_dir: str | None = None) -> list[Continua
 
     `output_dir` replaces the file's own. ValueError names the file and the key.
     """
-    given = read_option_file(path, named=str(path))
-    with naming_place(str(path)):
-        given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
+    given = option_files.read_option_file(path, named=str(path))
+    with option_files.naming_place(str(path)):
+        given = option_files.name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
         if "self_distillation" in given:
             raise ValueError("self_distillation: has left; replay with kind: own-answers learns from own answers")
         methods = given.pop("methods", None)
-        shared = make_settings(given, ContinualSettings, READERS)
+        shared = option_files.make_settings(given, ContinualSettings, READERS)
         if methods is None:
             return [check_settings(shared)]
-        with naming_place("methods"):
+        with option_files.naming_place("methods"):
             return read_methods(methods, shared)
 
 
@@ -274,16 +264,16 @@ def read_methods(given: Any, shared: ContinualSettings) -> list[ContinualSetting
     check_names(list(methods))
     for name in methods.keys() & SHARED_FOLDERS:
         raise ValueError(f"{name}: is a folder that all methods share; choose another name")
-    return list(convert_each(methods, functools.partial(read_method, shared=shared)).values())
+    return list(option_files.convert_each(methods, functools.partial(read_method, shared=shared)).values())
 
 
 def read_method(name: str, given: Any, shared: ContinualSettings) -> ContinualSettings:
     """The settings of one method: its options of a program are added to those of all methods."""
-    with naming_place(name):
-        unknown = [key for key in name_values(given) if key not in OF_METHODS]
+    with option_files.naming_place(name):
+        unknown = [key for key in option_files.name_values(given) if key not in OF_METHODS]
         if unknown:
             raise ValueError(f"given {unknown}, allowed: {', '.join(OF_METHODS)}")
-        own = read_values(given, ContinualSettings, READERS)
+        own = option_files.read_values(given, ContinualSettings, READERS)
         own |= {key: vars(shared)[key] | own[key] for key in SECTIONS.keys() & own}
         root = str(Path(shared.output_dir) / name)
         return check_settings(dataclasses.replace(shared, **own, output_dir=root, name=name))
@@ -292,7 +282,7 @@ def read_method(name: str, given: Any, shared: ContinualSettings) -> ContinualSe
 def read_section(given: Any, section: Section) -> Values:
     """Converts options of a program by its own rules; ValueError for unknown ones, and for those set here."""
     reason = "is set for each task by the experiment itself; leave it out"
-    values = read_options(given, section.options, dict.fromkeys(section.reserved | OWN_CODE, reason))
+    values = option_files.read_options(given, section.options, dict.fromkeys(section.reserved | OWN_CODE, reason))
     for name, value in values.items():  # the option files of the programs hold them
         if isinstance(value, str) and (shown := hide_credentials(value)) != value:
             raise ValueError(f"{name}: given {shown}, with a password or key, which files would hold; remove it")
@@ -306,7 +296,7 @@ def check_settings(settings: ContinualSettings) -> ContinualSettings:
     """Returns the settings; ValueError if they contradict each other or say too little."""
     if not settings.tasks:
         raise ValueError("tasks: none is given; give a list of tasks, each with a name and rows")
-    with naming_place("tasks, probes"):
+    with option_files.naming_place("tasks, probes"):
         check_names([one.name for one in (*settings.tasks, *settings.probes)])
     most = math.factorial(len(settings.tasks))
     if not 1 <= settings.orders <= most:
@@ -314,13 +304,13 @@ def check_settings(settings: ContinualSettings) -> ContinualSettings:
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise ValueError(f"seeds: given {list(settings.seeds)}, allowed: one or more different numbers")
     for task in settings.tasks:
-        with naming_place(f"tasks: {task.name}"):
+        with option_files.naming_place(f"tasks: {task.name}"):
             check_task(task, settings)
     for probe in settings.probes:
-        with naming_place(f"probes: {probe.name}"):
+        with option_files.naming_place(f"probes: {probe.name}"):
             check_set(probe)
             check_program("evaluate", settings.evaluate | probe.evaluate)
-    with naming_place("replay"):
+    with option_files.naming_place("replay"):
         check_replay(settings)
     uses_lora = [bool(settings.train_options(task).get("lora")) for task in settings.tasks]
     if settings.adapters != "merged" and not all(uses_lora):
@@ -331,8 +321,8 @@ def check_settings(settings: ContinualSettings) -> ContinualSettings:
 def check_program(name: str, values: Values) -> None:
     """ValueError for options of a program that it would refuse."""
     section = SECTIONS[name]
-    with naming_place(name):
-        refuse(find_problems(group_options(section.options, **section.later | values)))
+    with option_files.naming_place(name):
+        option_files.refuse(find_problems(group_options(section.options, **section.later | values)))
 
 
 def check_names(names: list[str]) -> None:
@@ -373,8 +363,8 @@ def check_task(task: Task, settings: ContinualSettings) -> None:
     if all(values.get(f"max_{end}") is None for end in ("epochs", "steps", "samples", "tokens")):
         raise ValueError("train: no end is given; give max_epochs, max_steps, max_samples or max_tokens")
     complete = [group_options(TrainOptions, **own) for own in complete_options(settings, task)]
-    with naming_place("train"):
-        refuse(dict.fromkeys(problem for own in complete for problem in find_problems(own)))
+    with option_files.naming_place("train"):
+        option_files.refuse(dict.fromkeys(problem for own in complete for problem in find_problems(own)))
     if settings.export == "best" and task.validation is None:
         raise ValueError("export: best needs validation data for every task")
 

@@ -18,22 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
-from mini_trainer.distributed.ending import (
-    SECONDS_TO_BE_ENDED,
-    SIGNALS,
-    STOPPED,
-    Cause,
-    ExitCode,
-    Flag,
-    RanksDiffer,
-    RunError,
-    choose_cause,
-    describe_error,
-    dump_stacks,
-    exit_process,
-    wait_forever,
-    within,
-)
+from mini_trainer.distributed import ending
 from mini_trainer.distributed.lifeline import Lifeline, Message
 from mini_trainer.distributed.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, RunFiles
 from mini_trainer.distributed.messages import clean, describe_ranks, leave_bars, print_as_is, say
@@ -107,7 +92,11 @@ SECONDS_TO_TELL = 3.0  # Time limit for each final step: printing and writing, w
 SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun may both forward one SIGTERM: within this time it counts once.
 LARGEST_TEXT = 10_000  # maximum characters of a message (its first) or a traceback (its last)
 
-KNOWN_TO_ALL = (ExitCode.INTERRUPTED, ExitCode.SAVED_AND_REQUEUE, ExitCode.PEER_DIED)  # before the lifeline exists
+KNOWN_TO_ALL = (
+    ending.ExitCode.INTERRUPTED,
+    ending.ExitCode.SAVED_AND_REQUEUE,
+    ending.ExitCode.PEER_DIED,
+)  # before the lifeline exists
 
 
 @dataclass
@@ -152,10 +141,10 @@ class Watch:
         self.last_tick, self.last_heartbeat = time.monotonic(), 0.0
         self.marks_seen = 0
         self.peers = {self.rank: Peer(self.host, os.getpid(), 0.0, 0.0)}
-        self.causes: list[Cause] = []  # With the first one, the time until the verdict begins.
+        self.causes: list[ending.Cause] = []  # With the first one, the time until the verdict begins.
         self.reporters: set[int] = set()  # ranks that have sent their own error
-        self.goodbye: Cause | None = None
-        self.verdict: asyncio.Future[Cause] = self.loop.create_future()
+        self.goodbye: ending.Cause | None = None
+        self.verdict: asyncio.Future[ending.Cause] = self.loop.create_future()
 
     # Methods for other threads.
 
@@ -163,9 +152,9 @@ class Watch:
         """Calls `function` in the watch's thread."""
         self.loop.call_soon_threadsafe(function, *args)
 
-    def make_cause(self, code: ExitCode, message: str, details: str = "", *, died: bool = False) -> Cause:
+    def make_cause(self, code: ending.ExitCode, message: str, details: str = "", *, died: bool = False) -> ending.Cause:
         texts = message[:LARGEST_TEXT], details[-LARGEST_TEXT:]
-        return Cause(code, texts[0], self.rank, self.host, self.marks.steps_done, texts[1], died)
+        return ending.Cause(code, texts[0], self.rank, self.host, self.marks.steps_done, texts[1], died)
 
     def watch_files(self) -> None:
         """Rank 0: watches the lock, the stop file and the directory, in its own thread, since file systems can
@@ -175,12 +164,12 @@ class Watch:
             time.sleep(1)
             loss = self.files.find_loss()
             if loss is not None:
-                return self.call(self.report, self.make_cause(ExitCode.IO, loss))
+                return self.call(self.report, self.make_cause(ending.ExitCode.IO, loss))
             if self.files.lock is None:
                 continue
             with contextlib.suppress(OSError):
                 if (self.files.lock.path.parent / STOP_FILE).exists():
-                    self.call(self._raise_flag, Flag.STOP_FILE)
+                    self.call(self._raise_flag, ending.Flag.STOP_FILE)
                 if time.monotonic() - beats >= SECONDS_PER_BEAT:
                     beats = time.monotonic()
                     self.files.lock.beat()
@@ -195,7 +184,7 @@ class Watch:
             try:
                 traceback.print_exc()
             finally:
-                exit_process(ExitCode.FAILED)
+                ending.exit_process(ending.ExitCode.FAILED)
 
     async def _watch(self) -> NoReturn:
         self.loop.set_exception_handler(self._on_error)
@@ -223,9 +212,9 @@ class Watch:
             return
         if self.has_torchrun and (os.getppid() != PARENT or not self.parent_started_this):
             name = f"pid {PARENT} on" if self.parent_started_this else "of"
-            self.report(self.make_cause(ExitCode.PEER_DIED, f"torchrun ({name} {self.host}) is gone", died=True))
+            self.report(self.make_cause(ending.ExitCode.PEER_DIED, f"torchrun ({name} {self.host}) is gone", died=True))
         elif is_hanging(self.peers, self.clock, self.hang_timeout, is_rank0=self.rank == 0):
-            self._conclude(self.make_cause(ExitCode.HANG, describe_hang(self.peers, self.clock)))
+            self._conclude(self.make_cause(ending.ExitCode.HANG, describe_hang(self.peers, self.clock)))
 
     def _look_at_marks(self) -> None:
         """Updates this rank's own entry among the peers."""
@@ -242,7 +231,7 @@ class Watch:
 
     def _on_signals(self) -> None:
         for number in self.signals.recv(4096):
-            if number in SIGNALS:
+            if number in ending.SIGNALS:
                 self._on_signal(signal.Signals(number))
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -252,16 +241,18 @@ class Watch:
         if self.goodbye is not None or (is_second and now - self.first_signal < SECONDS_OF_ONE_SIGNAL):
             return
         if is_second:
-            self.report(self.make_cause(ExitCode.INTERRUPTED, f"second signal ({number.name}): ended without saving"))
+            self.report(
+                self.make_cause(ending.ExitCode.INTERRUPTED, f"second signal ({number.name}): ended without saving")
+            )
         elif not self.marks.in_loop:
-            code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.SAVED_AND_REQUEUE
+            code = ending.ExitCode.INTERRUPTED if number == signal.SIGINT else ending.ExitCode.SAVED_AND_REQUEUE
             self.report(self.make_cause(code, f"{number.name} before the first step: nothing new to save"))
         else:
-            self._raise_flag(SIGNALS[number])
+            self._raise_flag(ending.SIGNALS[number])
         if not is_warning:
             self.first_signal = now
 
-    def _raise_flag(self, flag: Flag) -> None:
+    def _raise_flag(self, flag: ending.Flag) -> None:
         self.marks.flags |= flag
 
     # Callbacks of the lifeline.
@@ -278,7 +269,7 @@ class Watch:
                 peer.moved = self.clock - message["still"]
                 peer.limit, peer.where = message["limit"], message["where"]
             case "failed":
-                cause = Cause(**message)
+                cause = ending.Cause(**message)
                 if not cause.died:
                     self.reporters.add(rank)
                 self.report(cause)
@@ -288,8 +279,10 @@ class Watch:
             case "end":
                 # Rank 0 has printed the reason; other nodes have their own logs.
                 if message["reason"] and (self.local_rank == 0 or message["is_printed_by_all"]):
-                    within(SECONDS_TO_TELL, lambda: say(f"[rank {self.rank}] {message['reason']}", is_error=True))
-                if message["code"] == ExitCode.HANG:
+                    ending.within(
+                        SECONDS_TO_TELL, lambda: say(f"[rank {self.rank}] {message['reason']}", is_error=True)
+                    )
+                if message["code"] == ending.ExitCode.HANG:
                     self._dump_stacks()
                 self._leave(message["code"])
 
@@ -298,14 +291,14 @@ class Watch:
         if rank in self.reporters:
             return  # It has reported why it ends, and did not wait for the verdict.
         message, host = describe_death(rank, self.peers[rank]), self.peers[rank].host
-        cause = Cause(ExitCode.PEER_DIED, message, rank, host, self.marks.steps_done, died=True)
+        cause = ending.Cause(ending.ExitCode.PEER_DIED, message, rank, host, self.marks.steps_done, died=True)
         self._add(cause, seconds=SECONDS_TO_COLLECT)
         if self.rank > 0:
             self._decide()
 
     # The verdict.
 
-    def report(self, cause: Cause) -> None:
+    def report(self, cause: ending.Cause) -> None:
         """Records a cause; rank 0 chooses among all that arrive within `SECONDS_TO_COLLECT`."""
         if self.rank > 0 and 0 in self.peers:
             self.lifeline.send(0, {"kind": "failed"} | asdict(cause))
@@ -314,12 +307,12 @@ class Watch:
             seconds = 0.0
         elif self.local_rank > 0:
             # Before the lifeline exists, local rank 0 reports errors common to all ranks, and torchrun ends the rest.
-            seconds = SECONDS_TO_BE_ENDED
+            seconds = ending.SECONDS_TO_BE_ENDED
         else:
             seconds = SECONDS_TO_COLLECT if self.world_size > 1 else 0.0
         self._add(cause, seconds=seconds)
 
-    def say_goodbye(self, cause: Cause) -> None:
+    def say_goodbye(self, cause: ending.Cause) -> None:
         """Ends this rank normally, once all others have also said goodbye."""
         self.goodbye = cause
         if self.rank > 0:
@@ -333,48 +326,48 @@ class Watch:
         if self.goodbye is not None and all(peer.said_goodbye for peer in others):
             self._conclude(self.goodbye)
 
-    def _others_know(self, cause: Cause) -> bool:
+    def _others_know(self, cause: ending.Cause) -> bool:
         """Whether, before the lifeline exists, local rank 0 has seen and reports the same cause."""
         return self.local_rank > 0 and 0 not in self.peers and cause.code in KNOWN_TO_ALL
 
-    def _add(self, cause: Cause, *, seconds: float) -> None:
+    def _add(self, cause: ending.Cause, *, seconds: float) -> None:
         """Adds a cause to choose from; the first one decides how long others may come."""
         self.causes.append(cause)
         if len(self.causes) == 1:
             self.loop.call_later(seconds, self._decide)
 
     def _decide(self) -> None:
-        self._conclude(choose_cause(self.causes))
+        self._conclude(ending.choose_cause(self.causes))
 
-    def _conclude(self, cause: Cause) -> None:
+    def _conclude(self, cause: ending.Cause) -> None:
         if not self.verdict.done():
             self.verdict.set_result(cause)
 
     # The end.
 
-    async def _end(self, cause: Cause) -> NoReturn:
+    async def _end(self, cause: ending.Cause) -> NoReturn:
         """Reports the cause to the other ranks, the user and exit.json, then exits this process."""
         if self.rank == 0:
-            is_error = cause.code not in (ExitCode.DONE, *STOPPED)
+            is_error = cause.code not in (ending.ExitCode.DONE, *ending.STOPPED)
             reason = replace(cause, details="").text if is_error else ""
             printed = cause.is_printed_by_all
             self.lifeline.send_to_all(
                 {"kind": "end", "code": cause.code, "reason": reason, "is_printed_by_all": printed}
             )
-        within(SECONDS_TO_TELL, lambda: self._tell(cause))
-        if cause.code == ExitCode.HANG:
+        ending.within(SECONDS_TO_TELL, lambda: self._tell(cause))
+        if cause.code == ending.ExitCode.HANG:
             self._dump_stacks()
         if self.rank == 0:
             await self.lifeline.wait_for_ends(SECONDS_TO_TELL)
-        was_stopped = bool(self.marks.flags & Flag.STOP_FILE)
-        within(SECONDS_TO_TELL, lambda: self.files.clean_up(cause, was_stopped=was_stopped))
+        was_stopped = bool(self.marks.flags & ending.Flag.STOP_FILE)
+        ending.within(SECONDS_TO_TELL, lambda: self.files.clean_up(cause, was_stopped=was_stopped))
         self._leave(cause.code)
 
-    def _tell(self, cause: Cause) -> None:
+    def _tell(self, cause: ending.Cause) -> None:
         """Writes the cause to exit.json and prints it, with its afterword; only the first rank to write it prints."""
         if self._others_know(cause) or not self.files.record(cause):
             return
-        texts = ["" if cause.code == ExitCode.DONE else cause.text, cause.afterword]
+        texts = ["" if cause.code == ending.ExitCode.DONE else cause.text, cause.afterword]
         text = "\n".join(filter(None, texts))
         if text:
             # A single write including the newline, since several ranks may print at once.
@@ -389,7 +382,7 @@ class Watch:
         output_dir = self.files.output_dir
         path = None if output_dir is None else output_dir / ERRORS_DIR / f"rank_{self.rank}.txt"
         with contextlib.suppress(OSError):
-            within(SECONDS_TO_TELL, lambda: dump_stacks(head, path))
+            ending.within(SECONDS_TO_TELL, lambda: ending.dump_stacks(head, path))
 
     def _leave(self, code: int) -> NoReturn:
         """Exits with `code`, or under torchrun with 0 after a stop that was asked for, with everything saved.
@@ -397,8 +390,8 @@ class Watch:
         torchrun would report a failure at length, and with --max-restarts start the ranks again. `mini-trainer` returns
         the code, which it reads in exit.json.
         """
-        is_stop = self.goodbye is not None and code in STOPPED
-        exit_process(ExitCode.DONE if is_stop and self.has_torchrun else code)
+        is_stop = self.goodbye is not None and code in ending.STOPPED
+        ending.exit_process(ending.ExitCode.DONE if is_stop and self.has_torchrun else code)
 
 
 class RunControl:
@@ -418,11 +411,11 @@ class RunControl:
         """Installs the signal handlers and starts the watch."""
         # The wake-up file lets the watch notice a signal even while the main thread is blocked in a collective.
         signal.set_wakeup_fd(self.watch.signals_in.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in ending.SIGNALS:
             # Keep ignoring SIGHUP under nohup.
             if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
                 signal.signal(number, lambda number, frame: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # `mini-trainer` blocks SIGUSR1 until now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending.SIGNALS)  # `mini-trainer` blocks SIGUSR1 until now
         threading.Thread(target=self.watch.run, name="watch", daemon=True).start()
         if self.watch.rank == 0:
             threading.Thread(target=self.watch.watch_files, name="files", daemon=True).start()
@@ -431,7 +424,7 @@ class RunControl:
         """RunError if the output directory was moved or removed."""
         loss = self.files.find_loss()
         if loss is not None:
-            raise RunError(ExitCode.IO, loss)
+            raise ending.RunError(ending.ExitCode.IO, loss)
 
     def progress(self, where: str) -> None:
         """Records progress of the training thread; `where` appears in messages. Almost free."""
@@ -459,7 +452,7 @@ class RunControl:
     def flags(self) -> int:
         """This rank's flags, for the step's reduction; rank 0 says for all when --max-time is over."""
         is_over = self.max_seconds is not None and time.monotonic() - self.started >= self.max_seconds
-        return self.marks.flags | (Flag.MAX_TIME if is_over and self.watch.rank == 0 else 0)
+        return self.marks.flags | (ending.Flag.MAX_TIME if is_over and self.watch.rank == 0 else 0)
 
     def step_done(self, step: int) -> None:
         """Records that `step` steps are complete; after the first one, the ordinary --hang-timeout applies."""
@@ -468,7 +461,7 @@ class RunControl:
         self.has_stepped, self.marks.steps_done = True, step
         self.progress(f"the step after {step}")
 
-    def finish(self, code: ExitCode, message: str, *, afterword: str = "") -> NoReturn:
+    def finish(self, code: ending.ExitCode, message: str, *, afterword: str = "") -> NoReturn:
         """Ends the run normally: all ranks call this, and their processes exit once all have.
 
         Rank 0 prints its message, unless the run is done, and its `afterword`.
@@ -476,13 +469,13 @@ class RunControl:
         cause = replace(self.watch.make_cause(code, message), afterword=afterword)
         self.progress("the end of the run")
         self.watch.call(self.watch.say_goodbye, cause)
-        wait_forever()
+        ending.wait_forever()
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends the run because of this rank's error; all processes exit once rank 0 has reported the root cause."""
-        code, message, details = describe_error(error, self.marks.where)
-        if code == ExitCode.IO:
+        code, message, details = ending.describe_error(error, self.marks.where)
+        if code == ending.ExitCode.IO:
             message = self.files.find_loss() or message  # A lost directory is the actual reason for the I/O error.
         cause = self.watch.make_cause(code, message, details)
-        self.watch.call(self.watch.report, replace(cause, is_printed_by_all=isinstance(error, RanksDiffer)))
-        wait_forever()
+        self.watch.call(self.watch.report, replace(cause, is_printed_by_all=isinstance(error, ending.RanksDiffer)))
+        ending.wait_forever()

@@ -12,16 +12,8 @@ from mini_trainer.data.stores.model_files import naming_config
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.model import attention
 from mini_trainer.model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
-from mini_trainer.model.attention import (
-    BACKENDS,
-    OWN,
-    choose_backend,
-    list_heads,
-    mark_chunked,
-    register_backend,
-    registered_name,
-)
 from mini_trainer.model.blocks import find_mixers, hand_micro_batch_on, needs_own_attention
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import MetaModel, Method
@@ -107,12 +99,12 @@ def make_meta_model(
 
         replaced = apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
-    held = hand_micro_batch_on(find_decoder(model), blocks, makes_masks=backend == OWN)
-    if backend == OWN or any(map(find_mixers, blocks)):
+    held = hand_micro_batch_on(find_decoder(model), blocks, makes_masks=backend == attention.OWN)
+    if backend == attention.OWN or any(map(find_mixers, blocks)):
         from mini_trainer.model.by_sequence import split_layers, use_kernels
 
-        split_layers(blocks, held, has_own_attention=backend == OWN)
-        if backend != OWN:
+        split_layers(blocks, held, has_own_attention=backend == attention.OWN)
+        if backend != attention.OWN:
             use_kernels(blocks, device)
     if compute.float8:
         from mini_trainer.model.faster_layers import apply_float8
@@ -141,7 +133,7 @@ def check_divisible(meta: MetaModel, num_sharing: int) -> None:
     reason = None
     if any(map(find_mixers, meta.blocks)):
         reason = "layers with a recurrent state, which would have to pass from rank to rank"
-    elif meta.backend not in BACKENDS:
+    elif meta.backend not in attention.BACKENDS:
         reason = "its own attention code, which needs whole sequences"
     elif find_pad_position(meta.model) is not None:
         reason = "positions that are counted over whole sequences"
@@ -167,7 +159,7 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     """Routes the model's attention to a backend of model.attention; returns its name."""
     config = text_config(model.config)
     missing = [] if getattr(config, "hidden_size", None) else ["hidden_size"]
-    if not missing and not list_heads(config) and not any(map(find_mixers, find_blocks(model))):
+    if not missing and not attention.list_heads(config) and not any(map(find_mixers, find_blocks(model))):
         missing = ["num_attention_heads"]
     if missing:
         raise ValueError(
@@ -185,15 +177,15 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
     if needs_own_attention(find_blocks(model), config):
         return keep_own_attention(model, requested)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        mark_chunked(model, config)
-    backend = choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
-    register_backend(backend)
+        attention.mark_chunked(model, config)
+    backend = attention.choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
+    attention.register_backend(backend)
     if device.type == "cuda":
         from mini_trainer.model.attention_kernels import activate_kernels
 
         activate_kernels(backend)
-    set_attention(model, registered_name(backend))
-    is_replaced = find_decoder(model).config._attn_implementation == registered_name(backend)
+    set_attention(model, attention.registered_name(backend))
+    is_replaced = find_decoder(model).config._attn_implementation == attention.registered_name(backend)
     return backend if is_replaced else keep_own_attention(model, requested)
 
 
@@ -205,7 +197,7 @@ def keep_own_attention(model: PreTrainedModel, requested: str) -> str:
             " one sequence at a time and cannot be replaced: use --attention auto"
         )
     set_attention(model, "eager")
-    return OWN
+    return attention.OWN
 
 
 def apply_compile(

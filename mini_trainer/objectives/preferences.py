@@ -26,20 +26,9 @@ from mini_trainer.data.columns.base import (
 from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
 from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.distributed.world import RowGroup, sum_parts
+from mini_trainer.objectives import next_tokens
 from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
 from mini_trainer.objectives.families.text import TextFamily, TextRowModel
-from mini_trainer.objectives.next_tokens import (
-    CHUNK_BYTES,
-    CausalLM,
-    NextTokens,
-    TokenLoss,
-    TrainedTokens,
-    add_product,
-    fuse_chunk_loss,
-    iterate_chunks,
-    make_total,
-    sum_chunk_loss,
-)
 from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Reference, Scores
 
 ZERO, ONE = np.zeros(1, np.float32), np.ones(1, np.float32)
@@ -90,11 +79,11 @@ def describe_means(names: Sequence[str], sums: np.ndarray) -> dict[str, float]:
 
 
 def sum_logps(
-    tokens: TrainedTokens,
+    tokens: next_tokens.TrainedTokens,
     places: Tensor,  # (N,) int64: the sum that each token belongs to
     num_sums: int,
     *,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int = next_tokens.CHUNK_BYTES,
     compiled: bool = False,
 ) -> Tensor:  # (S,) fp32
     """Each sum of its tokens' log-probabilities, with gradients.
@@ -113,7 +102,7 @@ class _SumLogps(torch.autograd.Function):
         sums = torch.zeros(num_sums, dtype=torch.float32, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         ctx.tokens, ctx.compiled = tokens, compiled
-        ctx.chunks = iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes)
+        ctx.chunks = next_tokens.iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes)
         for chunk in ctx.chunks:
             losses, d_logits, _ = measure_chunk(hidden, weight, bias, ctx, chunk, scale=None)
             sums.index_add_(0, places[chunk], losses[:, 0].neg_())
@@ -140,12 +129,12 @@ def differentiate_head(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of the head's weight (V, H) and bias (V,), summed in fp32."""
     _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    d_weight = make_total(weight, hidden) if needs_weight else None
+    d_weight = next_tokens.make_total(weight, hidden) if needs_weight else None
     d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
     for chunk in ctx.chunks:
         _, d_logits, d_bias_part = measure_chunk(hidden, weight, bias, ctx, chunk, scale=scale[chunk, None])
         if needs_weight:
-            add_product(d_weight, d_logits.T, hidden[chunk], is_first=chunk.start == 0)
+            next_tokens.add_product(d_weight, d_logits.T, hidden[chunk], is_first=chunk.start == 0)
         if needs_bias:
             d_bias += d_bias_part
         del d_logits
@@ -157,13 +146,13 @@ def measure_chunk(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`sum_chunk_loss` of the chunk's tokens, each weighted by `scale`."""
     logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
-    measure = fuse_chunk_loss() if ctx.compiled and len(logits) > 1 else sum_chunk_loss
+    measure = next_tokens.fuse_chunk_loss() if ctx.compiled and len(logits) > 1 else next_tokens.sum_chunk_loss
     tokens, needs_bias = ctx.tokens, ctx.needs_input_grad[2]
     return measure(logits, tokens.targets[chunk, None], scale, tokens.softcap, 0.0, needs_bias)
 
 
 @dataclass(kw_only=True)
-class AnswerTargets(NextTokens):
+class AnswerTargets(next_tokens.NextTokens):
     """The next tokens of answers; samples have one or several."""
 
     places: Tensor  # (N,) int64: the answer that each token is of
@@ -184,10 +173,10 @@ class AnswerTargets(NextTokens):
 
 
 @dataclass(frozen=True)
-class AnswerLoss(TokenLoss):
+class AnswerLoss(next_tokens.TokenLoss):
     """A loss of answers' summed log-probabilities."""
 
-    def sum_logps(self, tokens: TrainedTokens, micro_batch: MicroBatch) -> Tensor:  # (S,) fp32
+    def sum_logps(self, tokens: next_tokens.TrainedTokens, micro_batch: MicroBatch) -> Tensor:  # (S,) fp32
         """The summed log-probabilities of the micro-batch's answers, with gradients."""
         targets, row_group = micro_batch.targets, micro_batch.row.row_group
         logps = sum_logps(tokens, targets.places, targets.lengths.numel(), compiled=self.is_fused)
@@ -301,7 +290,7 @@ class PreferenceLoss(AnswerLoss):
     strength: Strength = DEFAULT_STRENGTH
     nll_weight: float = 0.0
 
-    def find_pairs(self, tokens: TrainedTokens, micro_batch: MicroBatch) -> Pairs:
+    def find_pairs(self, tokens: next_tokens.TrainedTokens, micro_batch: MicroBatch) -> Pairs:
         return self.make_pairs(self.sum_logps(tokens, micro_batch).view(-1, 2), micro_batch.targets)
 
     def make_pairs(self, logps: Tensor, targets: AnswerTargets) -> Pairs:
@@ -324,7 +313,9 @@ class PreferenceLoss(AnswerLoss):
         ]
         return torch.stack(columns, dim=1)
 
-    def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
+    def sum(
+        self, predicted: next_tokens.TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None
+    ) -> LossSums:
         targets, row_group = micro_batch.targets, micro_batch.row.row_group
         assert targets.reference is not None or not self.kind.has_reference, "the reference was not computed"
         pairs = self.find_pairs(predicted, micro_batch)
@@ -362,7 +353,7 @@ def read_reference(sums: np.ndarray) -> np.ndarray:  # (rows, len(SUMS)) -> (row
 
 
 @dataclass(frozen=True)
-class Preferences(CausalLM):
+class Preferences(next_tokens.CausalLM):
     """Preferences between two answers of a language model."""
 
     family: Family = field(default_factory=TextFamily)

@@ -14,16 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mini_trainer.objectives import next_tokens
 from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.families.text import TextRowModel
-from mini_trainer.objectives.next_tokens import (
-    CHUNK_BYTES,
-    CausalLM,
-    TokenLoss,
-    TrainedTokens,
-    compute_logits,
-    iterate_chunks,
-)
 from mini_trainer.objectives.objective import Scores
 
 SOFT_COLUMN = "soft_targets"  # of samples: records (trained tokens,) of `make_record_type`
@@ -71,7 +64,7 @@ def make_even_records(num_tokens: int, top_k: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class TopTokenLoss(TokenLoss):
+class TopTokenLoss(next_tokens.TokenLoss):
     """Scores tokens; nothing trains on it."""
 
     top_k: int = 1
@@ -85,10 +78,12 @@ class TopTokenLoss(TokenLoss):
         found = self.score_top(self.read(row_model, micro_batch))
         return Scores(found.new_zeros(targets.num_sources, 1), torch.cat([places.double(), found], dim=1))
 
-    def score_top(self, tokens: TrainedTokens, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:  # (N, 2K + 2) fp64
+    def score_top(
+        self, tokens: next_tokens.TrainedTokens, *, chunk_bytes: int = next_tokens.CHUNK_BYTES
+    ) -> Tensor:  # (N, 2K + 2) fp64
         parts = [tokens.hidden.new_zeros(0, 2 * self.top_k + 2, dtype=torch.float64)]
-        for chunk in iterate_chunks(len(tokens.targets), len(tokens.weight), chunk_bytes=chunk_bytes):
-            logits = compute_logits(tokens, chunk)[:, : self.num_ids].float()
+        for chunk in next_tokens.iterate_chunks(len(tokens.targets), len(tokens.weight), chunk_bytes=chunk_bytes):
+            logits = next_tokens.compute_logits(tokens, chunk)[:, : self.num_ids].float()
             log_q = logits.div_(self.temperature).log_softmax(dim=1)
             top, of_target = log_q.topk(self.top_k, dim=1), log_q.gather(1, tokens.targets[chunk, None])
             tail = log_q.scatter_(1, top.indices, -torch.inf).logsumexp(dim=1, keepdim=True)
@@ -99,7 +94,7 @@ class TopTokenLoss(TokenLoss):
 
 
 @dataclass(frozen=True)
-class TopTokens(CausalLM):
+class TopTokens(next_tokens.CausalLM):
     """A language model as a teacher."""
 
     top_k: int = 1

@@ -3,22 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mini_trainer.options.doors import (
-    BASE_QUANTIZATIONS,
-    DECAYS,
-    FREEZABLE,
-    FROM_LOGITS,
-    FROM_TOP,
-    LORA_EXPORTS,
-    OPTIMIZERS,
-    SCHEDULES,
-    WEIGHTINGS,
-)
+from mini_trainer.options import doors
 from mini_trainer.options.fields import option, parse_rate, parse_steps_or_share
 from mini_trainer.options.objectives import OBJECTIVES
 
 MOST_RANK = 65_536  # of an adapter: wider than any layer that gets one
-SCHEDULES_WITH_END = tuple(DECAYS)
+SCHEDULES_WITH_END = tuple(doors.DECAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +35,7 @@ class ClassificationOptions:
     class_weights: tuple[str, ...] = ()
     """Classifiers: weight of each class in the loss, in the order of the labels; balanced: inversely proportional to
     its frequency."""
-    loss_weighting: Literal[*WEIGHTINGS] | None = None
+    loss_weighting: Literal[*doors.WEIGHTINGS] | None = None
     """Language models: weigh each token's loss by the model's own probabilities, as constants. dft: by the target's
     (arXiv 2508.05629); eaft: by the entropy of the 20 most probable tokens (arXiv 2601.02151)."""
     label_smoothing: float = option(0.0, at_least=0, below=1)
@@ -86,7 +76,7 @@ class TeacherOptions:
     teacher_weight: tuple[float, ...] = ()
     """Weight of the divergence from the teacher, from 0 to 1, one for all rows or one for each --data-path; the
     cross-entropy gets the rest. Default: no teacher."""
-    teacher_divergence: Literal[*dict.fromkeys((*FROM_TOP, *FROM_LOGITS))] = "forward-kl"
+    teacher_divergence: Literal[*dict.fromkeys((*doors.FROM_TOP, *doors.FROM_LOGITS))] = "forward-kl"
     """forward-kl: KL(teacher || model); with files, all tokens outside their top k form one bucket. masked-kl: leaves
     the target out, so that it can be learned while everything else is kept. reverse-kl and jsd need --teacher-model."""
     teacher_temperature: float = option(1.0, above=0)
@@ -105,7 +95,7 @@ class TeacherOptions:
 class VisionOptions:
     """Vision-language models (docs/reference/vision.md)."""
 
-    freeze: tuple[Literal[*FREEZABLE], ...] = option(("vision",), decides="state")
+    freeze: tuple[Literal[*doors.FREEZABLE], ...] = option(("vision",), decides="state")
     """Parts of a vision-language model to freeze; nothing: train all of it."""
     max_image_tokens_per_gpu: int | None = option(None, at_least=1)
     """Maximum number of image patches in a micro-batch on one rank, counted as they enter the vision tower; determines
@@ -118,7 +108,7 @@ class OptimizationOptions:
 
     decides: ClassVar = "numbers"
 
-    optimizer: Literal[*OPTIMIZERS] = option("adamw", decides="state")
+    optimizer: Literal[*doors.OPTIMIZERS] = option("adamw", decides="state")
     """adamw8bit: AdamW with 8-bit moments, which take a quarter of the memory; its steps differ slightly. muon: Muon
     for the blocks' matrices, AdamW for all else."""
     master_weights: Literal["float32", "bfloat16"] = option("float32", decides="state")
@@ -128,7 +118,7 @@ class OptimizationOptions:
     """Peak learning rate."""
     num_warmup_steps: int | float = option(0, at_least=0, parse=parse_steps_or_share)
     """Number of linear warm-up steps; below 1: their share of the run's steps, such as 0.03."""
-    lr_scheduler: Literal[*SCHEDULES] = "constant_with_warmup"
+    lr_scheduler: Literal[*doors.SCHEDULES] = "constant_with_warmup"
     """Shape of the learning rate after warm-up, as transformers defines them. wsd: warm-up, stable, decay."""
     schedule_steps: int | None = option(None, at_least=1)
     """Number of steps of the schedule, where several runs share it (--continue-from). Default: those of the run."""
@@ -228,8 +218,8 @@ class LoRAOptions:
     """Modules to train in full and save with the adapters, such as embed_tokens or lm_head."""
     lora_adapter: str | None = option(None, is_path=True)
     """Directory of an adapter to continue from, which determines rank, alpha and layers."""
-    lora_export: Literal[*LORA_EXPORTS] = option("adapter", decides="nothing")
+    lora_export: Literal[*doors.LORA_EXPORTS] = option("adapter", decides="nothing")
     """Content of an export: the adapter, for peft and vLLM; the model with the adapter merged into its weights; or
     both, with the adapter in the subdirectory adapter/."""
-    base_quantization: Literal[*BASE_QUANTIZATIONS] = "none"
+    base_quantization: Literal[*doors.BASE_QUANTIZATIONS] = "none"
     """nf4: hold the blocks' linear layers and experts in 4 bits (QLoRA; pip install peft bitsandbytes)."""

@@ -4,30 +4,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from mini_trainer.options import learning, running
 from mini_trainer.options.data import DATA_CACHE_DIR, TRAINING_DATA, DataOptions, RowOptions, ValidationOptions
 from mini_trainer.options.fields import flatten_options, iterate_fields, list_facts, option
-from mini_trainer.options.learning import (
-    ClassificationOptions,
-    LoRAOptions,
-    ModelOptions,
-    OptimizationOptions,
-    OSFTOptions,
-    PreferenceOptions,
-    TeacherOptions,
-    VisionOptions,
-)
-from mini_trainer.options.running import (
-    CallbackOptions,
-    CheckpointOptions,
-    ComputeOptions,
-    EndOptions,
-    ExportOptions,
-    HubOptions,
-    PlanOptions,
-    ProfilingOptions,
-    ShardingOptions,
-    TrackingOptions,
-)
 from mini_trainer.options.urls import is_url
 
 # Values that presets set for options not given by flags or YAML.
@@ -70,27 +49,27 @@ class TrainOptions:
     every node, unless all data is named by --data-path and the like."""
     skip_verification: bool = False
     """Use models, data sets and scores without comparing their files to the hashes recorded when they were written."""
-    model: ModelOptions
+    model: learning.ModelOptions
     data: DataOptions = field(default_factory=DataOptions)
     rows: RowOptions = field(default_factory=RowOptions)
-    classification: ClassificationOptions = field(default_factory=ClassificationOptions)
-    preference: PreferenceOptions = field(default_factory=PreferenceOptions)
-    teacher: TeacherOptions = field(default_factory=TeacherOptions)
-    vision: VisionOptions = field(default_factory=VisionOptions)
+    classification: learning.ClassificationOptions = field(default_factory=learning.ClassificationOptions)
+    preference: learning.PreferenceOptions = field(default_factory=learning.PreferenceOptions)
+    teacher: learning.TeacherOptions = field(default_factory=learning.TeacherOptions)
+    vision: learning.VisionOptions = field(default_factory=learning.VisionOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
-    optimization: OptimizationOptions = field(default_factory=OptimizationOptions)
-    end: EndOptions = field(default_factory=EndOptions)
-    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
-    exports: ExportOptions = field(default_factory=ExportOptions)
-    tracking: TrackingOptions = field(default_factory=TrackingOptions)
-    callbacks: CallbackOptions = field(default_factory=CallbackOptions)
-    hub: HubOptions = field(default_factory=HubOptions)
-    osft: OSFTOptions = field(default_factory=OSFTOptions)
-    lora: LoRAOptions = field(default_factory=LoRAOptions)
-    compute: ComputeOptions = field(default_factory=ComputeOptions)
-    sharding: ShardingOptions = field(default_factory=ShardingOptions)
-    profiling: ProfilingOptions = field(default_factory=ProfilingOptions)
-    plan: PlanOptions = field(default_factory=PlanOptions)
+    optimization: learning.OptimizationOptions = field(default_factory=learning.OptimizationOptions)
+    end: running.EndOptions = field(default_factory=running.EndOptions)
+    checkpoints: running.CheckpointOptions = field(default_factory=running.CheckpointOptions)
+    exports: running.ExportOptions = field(default_factory=running.ExportOptions)
+    tracking: running.TrackingOptions = field(default_factory=running.TrackingOptions)
+    callbacks: running.CallbackOptions = field(default_factory=running.CallbackOptions)
+    hub: running.HubOptions = field(default_factory=running.HubOptions)
+    osft: learning.OSFTOptions = field(default_factory=learning.OSFTOptions)
+    lora: learning.LoRAOptions = field(default_factory=learning.LoRAOptions)
+    compute: running.ComputeOptions = field(default_factory=running.ComputeOptions)
+    sharding: running.ShardingOptions = field(default_factory=running.ShardingOptions)
+    profiling: running.ProfilingOptions = field(default_factory=running.ProfilingOptions)
+    plan: running.PlanOptions = field(default_factory=running.PlanOptions)
 
 
 # Options that exclude each other: a given one replaces the preset's.

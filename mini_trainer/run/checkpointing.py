@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from mini_trainer.data.stores import disk
 from mini_trainer.data.stores.contents import FORMAT, write_json, write_manifest
-from mini_trainer.data.stores.disk import (
-    describe_failed_write,
-    hash_file,
-    hash_json,
-    make_aside,
-    put_in_place,
-    read_json,
-    remove_directory,
-    remove_leftovers,
-)
 from mini_trainer.distributed.ending import ExitCode, RunError, log
 from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
@@ -121,7 +112,7 @@ class Checkpointer:
         self.layouts = {name: describe_layout(tensor) for name, tensor in tensors.items()}
         self.needed_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
         self.aside = call_on_rank0(
-            self.world, lambda: make_aside(self.target, self.needed_bytes, what="the checkpoint", begun=self.begun)
+            self.world, lambda: disk.make_aside(self.target, self.needed_bytes, what="the checkpoint", begun=self.begun)
         )
         shards = {
             name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -188,22 +179,22 @@ class Checkpointer:
             files[STATE] = write_json(self.aside / STATE, self.state)
             shards = {"num_shards": self.world.num_shards, "tensors": self.layouts}
             write_manifest(self.aside, {"format": FORMAT, **shards, "files": files})
-            put_in_place(self.aside, self.target)  # it exists if the run has resumed from an earlier checkpoint
+            disk.put_in_place(self.aside, self.target)  # it exists if the run has resumed from an earlier checkpoint
         except OSError as error:
-            message = describe_failed_write(f"the checkpoint {self.target}", error, self.aside, self.needed_bytes)
+            message = disk.describe_failed_write(f"the checkpoint {self.target}", error, self.aside, self.needed_bytes)
             shutil.rmtree(self.aside, ignore_errors=True)
             raise OSError(f"{message}. Older checkpoints are unchanged") from None
         num_valid = 0
         for path in find_checkpoints(self.directory):
             if num_valid == self.num_kept:
-                remove_directory(path)
+                disk.remove_directory(path)
             else:
                 num_valid += is_whole(path)
 
     def choose(self, resume: str) -> Checkpoint | None:
         """Chooses the checkpoint for `--resume`: auto, strict, none, or a checkpoint's path."""
         call_on_rank0(self.world, lambda: check_links(self.directory))
-        call_on_rank0(self.world, lambda: remove_leftovers(self.directory))
+        call_on_rank0(self.world, lambda: disk.remove_leftovers(self.directory))
         if resume == "none":
             return None
         if resume in ("auto", "strict"):
@@ -270,7 +261,9 @@ class Checkpointer:
     def _find_damage(self, checkpoint: Checkpoint) -> str | None:
         """Describes the first damaged file; None if all are unchanged. The ranks share the files."""
         own = range(self.world.rank, checkpoint.layout["num_shards"], self.world.world_size)
-        found = gather_on_rank0(self.world, {name: hash_file(checkpoint.path / name) for name in map(shard_name, own)})
+        found = gather_on_rank0(
+            self.world, {name: disk.hash_file(checkpoint.path / name) for name in map(shard_name, own)}
+        )
         return call_on_rank0(self.world, lambda: find_damage(checkpoint, found))
 
     def load(self, checkpoint: Checkpoint, train_state: TrainState) -> None:
@@ -320,11 +313,11 @@ class Checkpointer:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Opens a checkpoint without verifying its tensors; ValueError if it is not one or is incomplete."""
     manifest = read_manifest(path)
-    check_hash(STATE, hash_file(path / STATE), manifest["files"][STATE])
-    state = read_json(path / STATE)
+    check_hash(STATE, disk.hash_file(path / STATE), manifest["files"][STATE])
+    state = disk.read_json(path / STATE)
     check_state(state, path.name)
     layout = {key: manifest[key] for key in ("num_shards", "tensors")}
-    return Checkpoint(path, hash_json(manifest), layout, state)
+    return Checkpoint(path, disk.hash_json(manifest), layout, state)
 
 
 def check_state(state: Any, name: str) -> None:
@@ -356,7 +349,7 @@ def find_damage(checkpoint: Checkpoint, found: list[dict[str, dict[str, Any]]]) 
     """Describes the first file whose size or hash, as each rank has `found` them, is not the manifest's."""
     try:
         manifest = read_manifest(checkpoint.path)
-        if hash_json(manifest) != checkpoint.digest:
+        if disk.hash_json(manifest) != checkpoint.digest:
             raise ValueError("it has been replaced meanwhile")
         for name, entry in sorted(entry for entries in found for entry in entries.items()):
             check_hash(name, entry, manifest["files"][name])

@@ -16,16 +16,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
+from mini_trainer.data.stores import disk
 from mini_trainer.data.stores.contents import FORMAT, write_manifest
-from mini_trainer.data.stores.disk import (
-    SPARE_BYTES,
-    describe_failed_write,
-    hash_file,
-    make_aside,
-    put_in_place,
-    sync_dir,
-    sync_file,
-)
 from mini_trainer.data.stores.model_files import GENERATION, INDEX, WEIGHTS
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress, without_library_bars
@@ -203,7 +195,7 @@ def write_export(
     parts: ExportParts,
     *,
     world: World,
-    spare_bytes: int = SPARE_BYTES,
+    spare_bytes: int = disk.SPARE_BYTES,
 ) -> None:
     """Writes weights and all other files to a directory next to `export_dir`, then renames it to that.
 
@@ -262,7 +254,7 @@ class ExportWriter:
         self.is_multimodal = bool(shapes) and is_multimodal(config)
         self.needed_bytes = sum(shape.nbytes for shape in shapes.values())
         self.needed_bytes += sum(tensor.num_bytes for name, tensor in self.own_tensors.items() if name in self.left_out)
-        self.aside = make_aside(
+        self.aside = disk.make_aside(
             self.export_dir, self.needed_bytes, what="the export", spare_bytes=self.spare_bytes, begun=parts.begun
         )
         with self.describing_errors():
@@ -314,12 +306,12 @@ class ExportWriter:
             hashed = self.pool.finish()
             files = sorted(path for path in aside.rglob("*") if path.is_file())
             for file in files:
-                sync_file(file)
+                disk.sync_file(file)
             for directory in {file.parent for file in files}:
-                sync_dir(directory)
-            entries = {str(file.relative_to(aside)): hashed.get(file) or hash_file(file) for file in files}
+                disk.sync_dir(directory)
+            entries = {str(file.relative_to(aside)): hashed.get(file) or disk.hash_file(file) for file in files}
             write_manifest(aside, {"format": FORMAT, "files": entries})
-            put_in_place(aside, self.export_dir)
+            disk.put_in_place(aside, self.export_dir)
 
     @contextlib.contextmanager
     def describing_errors(self) -> Iterator[None]:
@@ -327,7 +319,7 @@ class ExportWriter:
             yield
         except (OSError, SafetensorError) as error:
             what = f"the export {self.export_dir}"
-            raise OSError(describe_failed_write(what, error, self.aside, self.needed_bytes)) from None
+            raise OSError(disk.describe_failed_write(what, error, self.aside, self.needed_bytes)) from None
 
     def clean_up(self) -> None:
         """Ends the threads, and removes the temporary directory, if still there."""

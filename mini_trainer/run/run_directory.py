@@ -16,18 +16,11 @@ from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import CheckpointOptions, OptimizationOptions, TrackingOptions
+from mini_trainer.run import identity
 from mini_trainer.run.checkpoint_files import has_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer, read_checkpoint
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.file_names import EXPORTS_DIR
-from mini_trainer.run.identity import (
-    check_checkpoints,
-    check_unused,
-    identify_run,
-    is_checkpoint_of,
-    record_end,
-    record_start,
-)
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.preflight import check_disk
 from mini_trainer.run.step import TrainState
@@ -84,13 +77,13 @@ class RunDirectory:
     def claim(self, inputs: RunInputs, optimization: OptimizationOptions) -> None:
         """Verifies that directory and checkpoint belong to the run defined by `inputs`; ValueError if not."""
         self.values = inputs.values
-        self.identity = call_on_rank0(self.world, lambda: identify_run(inputs, optimization))
-        if not is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
+        self.identity = call_on_rank0(self.world, lambda: identity.identify_run(inputs, optimization))
+        if not identity.is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
             resume, own_paths = self.options.resume, inputs.own_paths
-            call_on_rank0(self.world, lambda: check_unused(self.path, resume, self.identity, own_paths))
+            call_on_rank0(self.world, lambda: identity.check_unused(self.path, resume, self.identity, own_paths))
             self.control.files.own(self.path)
         allow_changes = self.options.allow_changed_options
-        self.changes = check_checkpoints(inputs, self.checkpoint, self.identity, allow_changes=allow_changes)
+        self.changes = identity.check_checkpoints(inputs, self.checkpoint, self.identity, allow_changes=allow_changes)
         if self._starts_with_origin(inputs):
             self.checkpointer.verify_origin(self.origin)
         call_on_rank0(self.world, lambda: remove_leftovers(self.path / EXPORTS_DIR))
@@ -119,7 +112,9 @@ class RunDirectory:
             "changed_options": self.changes,
             "auto_settings": self.auto_settings,  # the values chosen for auto options, and their measurements
         }
-        call_on_rank0(self.world, lambda: record_start(self.path, self.values, self.identity, facts, self.world))
+        call_on_rank0(
+            self.world, lambda: identity.record_start(self.path, self.values, self.identity, facts, self.world)
+        )
 
     def open_log(self, inputs: RunInputs, tracking: TrackingOptions, *, num_validations: int) -> TrainingLog:
         """Opens the sinks, and starts the callbacks, which ranks other than 0 can also have."""
@@ -218,7 +213,7 @@ class RunDirectory:
             exports.finish_uploads(is_done=is_done)
         if is_done:
             call_on_rank0(self.world, self.control.check_directory)
-            call_on_rank0(self.world, lambda: record_end(self.path))
+            call_on_rank0(self.world, lambda: identity.record_end(self.path))
         return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
 
 
@@ -241,7 +236,7 @@ def open_console(time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int |
 
 def read_origin(path: Path, output_dir: Path) -> Checkpoint:
     """Opens the checkpoint of --continue-from, like `read_checkpoint`; ValueError if it is a run's own."""
-    if is_checkpoint_of(output_dir, path):
+    if identity.is_checkpoint_of(output_dir, path):
         raise ValueError(
             f"--continue-from {path}: is a checkpoint of --output-dir {output_dir}, from which the same command"
             " resumes without --continue-from: choose a new --output-dir to start another run"

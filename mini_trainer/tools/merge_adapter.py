@@ -27,15 +27,7 @@ from mini_trainer.distributed.messages import say, say_note
 from mini_trainer.distributed.world import World, call_on_rank0, call_with_world
 from mini_trainer.model.config import ModelSource, load_config, load_generation_config
 from mini_trainer.model.method import Full, MetaModel
-from mini_trainer.model.methods.adapter_files import (
-    ADAPTER_WEIGHTS,
-    PREFIX,
-    TOKENIZER_CONFIG,
-    find_beside,
-    read_config,
-    read_generation_config,
-    verify_adapter,
-)
+from mini_trainer.model.methods import adapter_files
 from mini_trainer.model.weights import read_weights
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_blocks, is_multimodal, text_config
@@ -52,7 +44,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     check_place(output_dir.parent, named=f"--output-dir {output_dir}")
 
     # Find the adapter's base model, and the tokenizer and stop tokens that it was trained with.
-    config = read_config(adapter, flag="--adapter")
+    config = adapter_files.read_config(adapter, flag="--adapter")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(
             f"--adapter {adapter}: belongs to a classifier ({config.task_type}), but only adapters of language models"
@@ -67,11 +59,11 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     find_weights(name, model_dir)
     if not options.skip_verification:
         verify_weights(model_dir, say_note)
-        verify_adapter(adapter, say_note)
+        adapter_files.verify_adapter(adapter, say_note)
     family = TextFamily()
     model_config = load_config(model_dir, family, trust_remote_code=options.trust_remote_code)
-    generation_config = read_generation_config(adapter) or load_generation_config(model_dir, model_config)
-    tokenizer_dir = find_beside(adapter, TOKENIZER_CONFIG) or model_dir
+    generation_config = adapter_files.read_generation_config(adapter) or load_generation_config(model_dir, model_config)
+    tokenizer_dir = adapter_files.find_beside(adapter, adapter_files.TOKENIZER_CONFIG) or model_dir
     tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=options.trust_remote_code)
     text = text_config(model_config)
     text.vocab_size = max(text.vocab_size, len(tokenizer))
@@ -105,8 +97,10 @@ def adapts_tower(adapter: Path, model: PreTrainedModel) -> bool:
     """Whether layers outside the language model (vision tower, projector) have adapters."""
     if not is_multimodal(model.config):
         return False
-    outside = tuple(f"{PREFIX}{name}." for name in VisionLanguageFamily(TextFamily()).find_tower_layers(model))
-    with safe_open(adapter / ADAPTER_WEIGHTS, framework="pt") as file:
+    outside = tuple(
+        f"{adapter_files.PREFIX}{name}." for name in VisionLanguageFamily(TextFamily()).find_tower_layers(model)
+    )
+    with safe_open(adapter / adapter_files.ADAPTER_WEIGHTS, framework="pt") as file:
         return any(key.startswith(outside) for key in file.keys())  # noqa: SIM118
 
 

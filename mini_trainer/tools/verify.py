@@ -16,15 +16,7 @@ from mini_trainer.options.tools import VerifyOptions
 if __name__ == "__main__":
     options = parse_options(VerifyOptions)  # before the slow imports: --help and typos answer at once
 
-from mini_trainer.data.stores.contents import (
-    MANIFEST,
-    check_recorded,
-    is_changed,
-    is_edited,
-    is_foreign,
-    is_weights,
-    load_manifest,
-)
+from mini_trainer.data.stores import contents
 from mini_trainer.data.stores.disk import is_link_beside
 from mini_trainer.data.tokenized.reader import find_recorded_file, read_sidecar
 from mini_trainer.distributed.ending import ending_with_message
@@ -57,7 +49,9 @@ def find_records(path: Path) -> list[Path]:
         record = Path(f"{path}{'.json' if path.suffix == '.scores' else SIDECAR}")
         found = [record] if record.is_file() else []
     if not found:
-        raise ValueError(f"{path}: nothing records a hash: no {MANIFEST} in it, no {SIDECAR} or {SCORES} of it")
+        raise ValueError(
+            f"{path}: nothing records a hash: no {contents.MANIFEST} in it, no {SIDECAR} or {SCORES} of it"
+        )
     return sorted(found)
 
 
@@ -69,12 +63,12 @@ def is_record(path: Path, root: Path) -> bool:
         return False
     if folders and is_link_beside(path.parent):
         return False
-    return (path.name == MANIFEST and not is_foreign(path)) or path.name.endswith((SCORES, SIDECAR))
+    return (path.name == contents.MANIFEST and not contents.is_foreign(path)) or path.name.endswith((SCORES, SIDECAR))
 
 
 def name_verified(record: Path) -> Path:
     """The file or directory whose hashes are in `record`."""
-    if record.name == MANIFEST:
+    if record.name == contents.MANIFEST:
         return record.parent
     return record.with_name(record.name.removesuffix(SIDECAR).removesuffix(".json"))
 
@@ -82,19 +76,19 @@ def name_verified(record: Path) -> Path:
 def check_record(record: Path) -> Iterator[str]:
     """Yields problems of the recorded files."""
     try:
-        if record.name == MANIFEST:
+        if record.name == contents.MANIFEST:
             yield from check_directory(record.parent)
             return
         sidecar = read_sidecar(name_verified(record)) if record.name.endswith(SIDECAR) else read_scores(record)
         recorded = find_recorded_file(sidecar)
-        if is_edited(sidecar):
+        if contents.is_edited(sidecar):
             say(f"edited: {record}")
         if not recorded:
             yield f"{record}: does not record a hash: an earlier version wrote it"
         elif not name_verified(record).is_file():
             yield f"{name_verified(record)}: is missing"
         else:
-            check_recorded(name_verified(record), recorded, record=str(record), again=True)
+            contents.check_recorded(name_verified(record), recorded, record=str(record), again=True)
     except (OSError, ValueError) as error:
         yield str(error)
 
@@ -108,19 +102,19 @@ def read_scores(sidecar: Path) -> dict[str, Any]:
 def check_directory(directory: Path) -> Iterator[str]:
     """Yields problems of an export's or a checkpoint's files, and prints which others were edited."""
     try:
-        files = load_manifest(directory)["files"]
+        files = contents.load_manifest(directory)["files"]
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
     for name, recorded in sorted(files.items()):
         path = directory / name
-        if not is_weights(name) and "state.json" not in files:
-            if is_changed(path, recorded):
+        if not contents.is_weights(name) and "state.json" not in files:
+            if contents.is_changed(path, recorded):
                 say(f"edited or missing: {path}")
         elif not path.is_file():
             yield f"{path}: is missing"
         else:
             try:
-                check_recorded(path, recorded, record=MANIFEST, again=True)
+                contents.check_recorded(path, recorded, record=contents.MANIFEST, again=True)
             except ValueError as error:
                 yield str(error)
 

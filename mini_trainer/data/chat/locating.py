@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from mini_trainer.data.chat import rendering
 from mini_trainer.data.chat.conversation import (
     ASSISTANT,
     PLACEHOLDER,
@@ -20,14 +21,6 @@ from mini_trainer.data.chat.conversation import (
 )
 from mini_trainer.data.chat.placing import PlaceMemory, check_completeness, check_names, check_places, check_rest
 from mini_trainer.data.chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_reasoning
-from mini_trainer.data.chat.rendering import (
-    WITHOUT_TOOLS,
-    ChatRenderer,
-    Rendered,
-    catch_error,
-    check_length,
-    check_unicode,
-)
 from mini_trainer.data.chat.skeletons import (
     Beginning,
     Render,
@@ -234,7 +227,7 @@ def find_divided(outline: Outline, order: list[int]) -> set[int]:
 class TurnFinder:
     """Finds turns in texts of `renderer`. Invariant: its skeletons were learned from that template, with `stops`."""
 
-    def __init__(self, renderer: ChatRenderer, stops: Stops) -> None:
+    def __init__(self, renderer: rendering.ChatRenderer, stops: Stops) -> None:
         self.renderer, self.stops = renderer, stops
         self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
         self.num_slots = 0  # total over `skeletons`
@@ -254,7 +247,7 @@ class TurnFinder:
         skeleton = self.find_skeleton(chat, render)
         spans = skeleton.find_spans(text, chat.values)
         if spans is None:
-            spans = catch_error(match_text, text, chat.outline, skeleton, render=render)
+            spans = rendering.catch_error(match_text, text, chat.outline, skeleton, render=render)
         if isinstance(spans, ValueError):
             spans = self.find_spans_alone(text, chat, render, spans)
         if skeleton.named_by_id:
@@ -297,10 +290,10 @@ class TurnFinder:
         roles = [message["role"] for message in chat.messages]
         key = (repr(chat.tools), roles[0], roles[-1], frozenset(roles))
         messages = chat.outline.messages
-        if key not in self.written_tools and catch_error(self.renderer.render, [messages]) == catch_error(
-            render, [messages]
-        ):
-            raise ValueError(WITHOUT_TOOLS)
+        if key not in self.written_tools and rendering.catch_error(
+            self.renderer.render, [messages]
+        ) == rendering.catch_error(render, [messages]):
+            raise ValueError(rendering.WITHOUT_TOOLS)
         if len(self.written_tools) >= MAX_NUM_SKELETONS:
             self.written_tools.clear()
         self.written_tools.add(key)
@@ -358,7 +351,7 @@ class PassageLocator:
     """Renders chats with one template and locates the passages to train on. `strict_reasoning`: refuse answers whose
     reasoning the template leaves out."""
 
-    renderer: ChatRenderer
+    renderer: rendering.ChatRenderer
     finder: TurnFinder  # of this renderer's texts
     matcher: PromptMatcher
     strict_reasoning: bool
@@ -371,14 +364,14 @@ class PassageLocator:
     def locate_each(self, chats: Sequence[PreparedChat | ValueError]) -> list[Located | ValueError]:
         """The chats, rendered, or the error that makes one unusable."""
         rendered = self.renderer.render_each(chats)
-        return [catch_error(self.locate, *pair) for pair in zip(rendered, chats, strict=True)]
+        return [rendering.catch_error(self.locate, *pair) for pair in zip(rendered, chats, strict=True)]
 
     def locate_one(self, chat: Chat) -> Located:
         return self.locate(self.renderer.render_one(chat.messages, tools=chat.tools), prepare_chat(chat))
 
-    def locate(self, rendered: Rendered, chat: PreparedChat) -> Located:
+    def locate(self, rendered: rendering.Rendered, chat: PreparedChat) -> Located:
         """A rendered chat and its trained passages."""
-        located = catch_error(self.locate_now, rendered, chat)
+        located = rendering.catch_error(self.locate_now, rendered, chat)
         if isinstance(located, ValueError) and self.renderer.tells_time:
             self.finder.forget(chat.key)  # skeleton or text may have yesterday's date
             return self.locate_now(self.renderer.render_one(chat.messages, tools=chat.tools), chat)
@@ -386,8 +379,8 @@ class PassageLocator:
             raise located
         return located
 
-    def locate_now(self, rendered: Rendered, chat: PreparedChat) -> Located:
-        text = check_unicode(check_length(rendered.text))
+    def locate_now(self, rendered: rendering.Rendered, chat: PreparedChat) -> Located:
+        text = rendering.check_unicode(rendering.check_length(rendered.text))
         if rendered.marked is None:
             spans = self.finder.find_spans(text, chat)
         else:

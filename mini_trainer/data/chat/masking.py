@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mini_trainer.data.chat import tokens
 from mini_trainer.data.chat.conversation import (
     DIVIDED,
     Chat,
@@ -32,17 +33,6 @@ from mini_trainer.data.chat.conversation import (
 from mini_trainer.data.chat.locating import PassageLocator, TurnFinder
 from mini_trainer.data.chat.prompting import PromptMatcher, StopAppender, TemplateChecker, describe_open_turns
 from mini_trainer.data.chat.rendering import ChatRenderer, catch_error
-from mini_trainer.data.chat.tokens import (
-    KEEP,
-    BorderEncoder,
-    ByteEncoder,
-    ControlTokens,
-    TextMasker,
-    encode_each,
-    label_encoding,
-    spans_border,
-    text_of,
-)
 from mini_trainer.data.chat.turns import find_stops
 from mini_trainer.data.stores.image_files import open_image
 from mini_trainer.distributed.messages import one_line
@@ -170,7 +160,7 @@ def move_passage(passage: Passage, replaced: Sequence[dict[str, Any]]) -> Passag
 class ChatLabeller:
     """Encodes and labels chats with one tokenizer. `expander`: puts images into conversations."""
 
-    borders: BorderEncoder
+    borders: tokens.BorderEncoder
     expander: ImageExpander | None
 
     def label_each(
@@ -180,7 +170,9 @@ class ChatLabeller:
         position of each turn. `divides`: see `ChatMasker.mask`."""
         located = [catch_error(self.put_images, *pair) for pair in zip(located, chats, strict=True)]
         # The template writes the special tokens.
-        encodings = encode_each(self.borders.encoder, [text_of(found) for found in located], add_special_tokens=False)
+        encodings = tokens.encode_each(
+            self.borders.encoder, [tokens.text_of(found) for found in located], add_special_tokens=False
+        )
         prompts = self.encode_prompts(located) if divides else [()] * len(located)
         return [catch_error(self.label, *each) for each in zip(encodings, located, prompts, strict=True)]
 
@@ -202,7 +194,7 @@ class ChatLabeller:
         """A chat's tokens and their labels. Passages that begin within a token are encoded apart from the text before
         them, and the first one if that text alone has other tokens: `prompt_ids`, if they are known."""
         starts = [passage.start for passage in located.passages if passage.start > 0]
-        joined = [start for start in starts if spans_border(encoding, start)]
+        joined = [start for start in starts if tokens.spans_border(encoding, start)]
         if joined:
             located = replace(located, remarks=(*located.remarks, Remark(DIVIDED)))
         is_prompted = encoding.ids[: len(prompt_ids)] == list(prompt_ids)
@@ -211,7 +203,7 @@ class ChatLabeller:
             raise ValueError("a row with images is tokenized whole, but its answers need it in parts")
         if divided and located.pictures is None:
             encoding = self.borders.divide(located.text, divided)
-        return label_encoding(encoding, located)
+        return tokens.label_encoding(encoding, located)
 
     def mark_control(self, located: Located, chat: PreparedChat) -> Located:
         return self.borders.control.mark(located, chat.values)
@@ -335,7 +327,7 @@ class ChatMasker:
         expander: ImageExpander | None = None,
         thinking_prefix: str = "as-rendered",
         strict_reasoning: bool = False,
-        control_tokens: str = KEEP,
+        control_tokens: str = tokens.KEEP,
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):  # mistral-common's has no such attribute
@@ -344,8 +336,10 @@ class ChatMasker:
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.template_args = tokenizer, template_args or {}
-        borders = BorderEncoder(tokenizer, ByteEncoder(tokenizer), ControlTokens(tokenizer, control_tokens))
-        self.texts, self.labeller = TextMasker(tokenizer, borders), ChatLabeller(borders, expander)
+        borders = tokens.BorderEncoder(
+            tokenizer, tokens.ByteEncoder(tokenizer), tokens.ControlTokens(tokenizer, control_tokens)
+        )
+        self.texts, self.labeller = tokens.TextMasker(tokenizer, borders), ChatLabeller(borders, expander)
         self.rules = TurnRules(
             stop_token_ids,
             allows_missing_stop=missing_stop_token == "allow",

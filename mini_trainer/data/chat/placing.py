@@ -12,26 +12,15 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from mini_trainer.data.chat.conversation import (
-    ANOTHER_TEXT,
-    ASSISTANT,
-    MAX_NUM_LEAVES,
-    PLACEHOLDER,
-    Outline,
-    has_calls,
-    list_calls,
-    list_constants,
-    mark_keys,
-    split_at_placeholders,
-)
+from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.rendering import LIST_AS_IT_STANDS
 from mini_trainer.data.chat.skeletons import MAX_NUM_REMEMBERED, Render, Skeleton, Turn, common_length
 from mini_trainer.data.chat.turns import Stops
 
 
-def check_rest(outline: Outline, stops: Stops) -> None:
+def check_rest(outline: conversation.Outline, stops: Stops) -> None:
     """Refuses text outside of leaves that looks like a placeholder or like a special token."""
-    counts = Counter(int(a or b) for a, b in PLACEHOLDER.findall(outline.text))
+    counts = Counter(int(a or b) for a, b in conversation.PLACEHOLDER.findall(outline.text))
     if len(counts) != len(outline.leaves) or any(
         counts[i] != 1 for i in range(len(outline.leaves)) if not outline.is_echoed(i)
     ):
@@ -39,11 +28,11 @@ def check_rest(outline: Outline, stops: Stops) -> None:
     calls = [message["tool_calls"] for message in outline.messages if message.get("tool_calls")]
     if calls and (found := stops.special.search(json.dumps(calls, ensure_ascii=False, default=repr))):
         raise ValueError(f"has the special token {found[0]!r} in the name of a tool or argument")
-    if calls and ANOTHER_TEXT in outline.text:
-        raise ValueError(f"contains {ANOTHER_TEXT!r}, which is reserved for masking")
+    if calls and conversation.ANOTHER_TEXT in outline.text:
+        raise ValueError(f"contains {conversation.ANOTHER_TEXT!r}, which is reserved for masking")
 
 
-def check_completeness(outline: Outline, order: list[int], render: Render) -> list[tuple[int, int]]:
+def check_completeness(outline: conversation.Outline, order: list[int], render: Render) -> list[tuple[int, int]]:
     """The names of calls that are only written as a part of the call's id, with that id. Refuses a template that
     repeats a text, or leaves out one that it would write in the last turn."""
     counts, cuts = Counter(order), {}
@@ -55,27 +44,27 @@ def check_completeness(outline: Outline, order: list[int], render: Render) -> li
         if leaf.kind == "id" or (leaf.kind == "reasoning" and count == 0):
             continue
         if leaf.kind == "name":
-            if message["role"] == ASSISTANT and count == 0:
+            if message["role"] == conversation.ASSISTANT and count == 0:
                 if leaf.call not in ids:
                     raise not_written(outline, i, 0)
                 named_by_id.append((i, ids[leaf.call]))
             continue
-        is_earlier = message["role"] == ASSISTANT and leaf.message < len(outline.messages) - 1
+        is_earlier = message["role"] == conversation.ASSISTANT and leaf.message < len(outline.messages) - 1
         if count == 0 and is_earlier and leaf.kind == "content":  # templates may drop contents of earlier turns
             if leaf.message not in cuts:
                 cuts[leaf.message] = Counter(
-                    split_at_placeholders(render([outline.messages[: leaf.message + 1]])[0])[0]
+                    conversation.split_at_placeholders(render([outline.messages[: leaf.message + 1]])[0])[0]
                 )
             count = cuts[leaf.message][i]
         if count != 1:
             raise not_written(outline, i, count)
     for i, message in enumerate(outline.messages):
-        if has_calls(message) and not all(has_name(call) for call in message["tool_calls"]):
+        if conversation.has_calls(message) and not all(has_name(call) for call in message["tool_calls"]):
             raise ValueError(f"message {i + 1} ({message['role']}) has a tool call without a name")
     return named_by_id
 
 
-def not_written(outline: Outline, leaf: int, count: int) -> ValueError:
+def not_written(outline: conversation.Outline, leaf: int, count: int) -> ValueError:
     kind, message = outline.leaves[leaf].kind, outline.leaves[leaf].message
     what = "tool calls" if kind in ("argument", "number", "name") else kind
     role = outline.messages[message]["role"]
@@ -86,7 +75,7 @@ def has_name(call: Any) -> bool:
     return isinstance(call, dict) and ("name" in call or has_name(call.get("function")))
 
 
-def check_names(skeleton: Skeleton, values: Sequence[Any], outline: Outline) -> None:
+def check_names(skeleton: Skeleton, values: Sequence[Any], outline: conversation.Outline) -> None:
     """Refuses calls whose names are not in their ids if the template writes only the ids."""
     for name, id in skeleton.named_by_id:
         if values[name] not in values[id]:
@@ -97,7 +86,7 @@ def check_names(skeleton: Skeleton, values: Sequence[Any], outline: Outline) -> 
             )
 
 
-def check_places(outline: Outline, skeleton: Skeleton) -> None:
+def check_places(outline: conversation.Outline, skeleton: Skeleton) -> None:
     """Refuses a skeleton with a message's text in another's turn, or the assistant's outside of its own."""
     turns = sorted(skeleton.turns, key=lambda turn: turn.start)
     starts = [turn.start[0] for turn in turns]
@@ -111,7 +100,7 @@ def check_places(outline: Outline, skeleton: Skeleton) -> None:
                 f"the chat template writes the {leaf.kind} of message {leaf.message + 1} ({role}) within the turn of"
                 f" message {turn.message + 1}"
             )
-        if turn is None and role == ASSISTANT and not outline.is_echoed(slot.leaf):
+        if turn is None and role == conversation.ASSISTANT and not outline.is_echoed(slot.leaf):
             raise ValueError(
                 f"the chat template writes the {leaf.kind} of message {leaf.message + 1} outside of its turn"
             )
@@ -154,14 +143,14 @@ class PlaceMemory:
 
     known: set[tuple[str, ...]] = field(default_factory=set)
 
-    def check_arguments(self, outline: Outline, skeleton: Skeleton, render: Render, text: str) -> None:
+    def check_arguments(self, outline: conversation.Outline, skeleton: Skeleton, render: Render, text: str) -> None:
         """Refuses a conversation with a key or constant of a call not written, or not in the message's turn. `text`:
         the outline's rendering."""
         forms = {}
         for call, stretches in find_stretches(outline, skeleton, text).items():
             written = repr(outline.messages[call[0]]["tool_calls"][call[1]])
             # Its placeholders are replaced by words that do not depend on its place in the conversation.
-            description = PLACEHOLDER.sub(lambda match: "text" if match[1] else "number", written)
+            description = conversation.PLACEHOLDER.sub(lambda match: "text" if match[1] else "number", written)
             forms[call] = {(description, *stretch.literals): stretch for stretch in stretches}
         new = [call for call, by_form in forms.items() if self.known.isdisjoint(by_form)]
         if not new:
@@ -176,11 +165,15 @@ class PlaceMemory:
             self.known.update(holding[:1])
 
 
-def find_stretches(outline: Outline, skeleton: Skeleton, text: str) -> dict[Call, list[Stretch]]:
+def find_stretches(outline: conversation.Outline, skeleton: Skeleton, text: str) -> dict[Call, list[Stretch]]:
     """The place of each call in its message's turn, twice: from its first leaf, and from the leaf before, each to the
     next leaf that is not its own. Empty for calls without leaves."""
-    starts = [0, *(match.end() for match in PLACEHOLDER.finditer(text))]
-    calls = [(i, number) for i, message in enumerate(outline.messages) for number in range(len(list_calls(message)))]
+    starts = [0, *(match.end() for match in conversation.PLACEHOLDER.finditer(text))]
+    calls = [
+        (i, number)
+        for i, message in enumerate(outline.messages)
+        for number in range(len(conversation.list_calls(message)))
+    ]
     turned = {turn.message for turn in skeleton.turns}
     stretches = {call: [] for call in calls if call[0] in turned}
     for turn in skeleton.turns:
@@ -207,7 +200,7 @@ def cut_stretch(skeleton: Skeleton, turn: Turn, first: int, last: int, starts: l
 
 def find_bounds(skeleton: Skeleton, text: str) -> list[tuple[int, int, int]]:
     """(start, end, message) of each turn, as characters of `text`, the outline's rendering."""
-    starts = [0, *(match.end() for match in PLACEHOLDER.finditer(text))]
+    starts = [0, *(match.end() for match in conversation.PLACEHOLDER.finditer(text))]
     return sorted(
         (starts[turn.start[0]] + turn.start[1], starts[turn.end[0]] + turn.end[1], turn.message)
         for turn in skeleton.turns
@@ -219,7 +212,7 @@ class ArgumentProber:
     """Changes keys and constants of an outline to locate them in its rendering, `text`. `bounds`: the turns in it.
     `places`: the located keys and constants of each call."""
 
-    outline: Outline
+    outline: conversation.Outline
     render: Render
     text: str
     bounds: list[tuple[int, int, int]]
@@ -251,14 +244,14 @@ class ArgumentProber:
         marked, first = {}, len(self.outline.leaves)
         owners: list[tuple[Call, str]] = []
         for call in calls:
-            changed, keys = mark_keys(self.get_call(call), first + len(owners))
+            changed, keys = conversation.mark_keys(self.get_call(call), first + len(owners))
             if keys:
                 marked[call] = changed
                 owners += [(call, key) for key in keys]
         if not marked:
             return
-        if first + len(owners) > MAX_NUM_LEAVES:
-            raise ValueError(f"has too many texts and arguments, allowed: at most {MAX_NUM_LEAVES:,}")
+        if first + len(owners) > conversation.MAX_NUM_LEAVES:
+            raise ValueError(f"has too many texts and arguments, allowed: at most {conversation.MAX_NUM_LEAVES:,}")
         problem = self.find_problem_of_keys(marked, first, owners)
         if problem is not None and len(marked) > 1:
             for call in marked:
@@ -273,7 +266,7 @@ class ArgumentProber:
         if isinstance(rendered, ValueError):
             return rendered
         unmarked, places, at, removed = [], {}, 0, 0
-        for match in PLACEHOLDER.finditer(rendered):
+        for match in conversation.PLACEHOLDER.finditer(rendered):
             number = int(match[1] or match[2])
             if first <= number < first + len(owners):
                 unmarked.append(rendered[at : match.start()])
@@ -303,7 +296,7 @@ class ArgumentProber:
         """Checks one constant of each message at a time; if that fails, each alone."""
         by_message = defaultdict(list)
         for call in calls:
-            by_message[call[0]] += [(call, *constant) for constant in list_constants(self.get_call(call))]
+            by_message[call[0]] += [(call, *constant) for constant in conversation.list_constants(self.get_call(call))]
         for round in zip_longest(*by_message.values()):
             changes = [change for change in round if change is not None]
             if changes and self.find_problem_of_constants(changes) is not None:
@@ -333,11 +326,11 @@ class ArgumentProber:
 
 def find_differences(text: str, other: str) -> list[Place] | None:
     """The parts [start, end) of `text` that differ in `other`, one per literal; None if the placeholders differ."""
-    order, literals = split_at_placeholders(text)
-    other_order, other_literals = split_at_placeholders(other)
+    order, literals = conversation.split_at_placeholders(text)
+    other_order, other_literals = conversation.split_at_placeholders(other)
     if order != other_order:
         return None
-    starts = [0, *(match.end() for match in PLACEHOLDER.finditer(text))]
+    starts = [0, *(match.end() for match in conversation.PLACEHOLDER.finditer(text))]
     places = []
     for start, literal, changed in zip(starts, literals, other_literals, strict=True):
         if literal != changed:

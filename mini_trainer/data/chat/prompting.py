@@ -16,20 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mini_trainer.data.chat.conversation import (
-    ASSISTANT,
-    DIVIDED,
-    OTHER_STAND_IN,
-    REASONING_KEYS,
-    STAND_IN,
-    Chat,
-    Located,
-    Message,
-    PreparedChat,
-    Remark,
-    TokenizedChat,
-    has_calls,
-)
+from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.rendering import EXCHANGE, catch_error, prepare_for, takes_parts
 from mini_trainer.data.chat.skeletons import Beginning, Render, Span
 from mini_trainer.data.chat.tokens import split_by_training
@@ -52,7 +39,7 @@ NUM_SHOWN = 80  # last characters of a prompt shown in remarks
 
 AS_RENDERED, AS_PROMPTED, UNTRAINED_REASONING = "as rendered", "as prompted", "untrained reasoning"
 EARLIER, UNREAD_KEY = "earlier turn", "unread key"
-READ_OR_CHECKED = {"role", "content", "tool_calls", *REASONING_KEYS}  # keys that other checks cover
+READ_OR_CHECKED = {"role", "content", "tool_calls", *conversation.REASONING_KEYS}  # keys that other checks cover
 READ_OF_RESULTS = {"tool_call_id", "name"}
 
 MISSING_STOP_TOKEN = (
@@ -76,12 +63,12 @@ CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "sum: 4", "tool_call_id": "call00001", "name": "add"}
 
 PROBES = [
-    Chat([QUESTION, ANSWER]),
-    Chat([QUESTION, ANSWER, *MORE]),
-    Chat([SYSTEM, QUESTION, ANSWER]),
-    Chat([QUESTION, THINKING]),
-    Chat([QUESTION, THINKING, *MORE]),
-    Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
+    conversation.Chat([QUESTION, ANSWER]),
+    conversation.Chat([QUESTION, ANSWER, *MORE]),
+    conversation.Chat([SYSTEM, QUESTION, ANSWER]),
+    conversation.Chat([QUESTION, THINKING]),
+    conversation.Chat([QUESTION, THINKING, *MORE]),
+    conversation.Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
 ]
 NUM_REQUIRED_PROBES = 2  # a template may refuse the others
 
@@ -99,14 +86,14 @@ class PromptMatcher:
         self,
         text: str,
         spans: list[Span],
-        messages: Sequence[Message],
+        messages: Sequence[conversation.Message],
         *,
         trained: Sequence[bool],
         render: Render,
         has_tools: bool,
-    ) -> tuple[str, list[Span], list[Remark]]:
+    ) -> tuple[str, list[Span], list[conversation.Remark]]:
         """The row and its spans, changed if `as_prompted`, and remarks on its trained turns."""
-        own = [span for span in spans if messages[span.message]["role"] == ASSISTANT]
+        own = [span for span in spans if messages[span.message]["role"] == conversation.ASSISTANT]
         last = max(own, key=lambda span: span.start, default=None)
         remarks = []
         for span in own:
@@ -114,7 +101,7 @@ class PromptMatcher:
                 continue
             lacks = lacks_reasoning(text, span, messages[span.message])
             if lacks:
-                remarks.append(Remark(UNTRAINED_REASONING))
+                remarks.append(conversation.Remark(UNTRAINED_REASONING))
             if is_prompted(text, span):
                 continue
             changes = self.as_prompted and span is last and not lacks and can_begin_so(text, span)
@@ -139,13 +126,13 @@ class PromptMatcher:
         return self.closings[key]
 
 
-def describe_difference(text: str, span: Span, closing: str | None, *, is_last: bool) -> Remark:
+def describe_difference(text: str, span: Span, closing: str | None, *, is_last: bool) -> conversation.Remark:
     """A remark on a turn that begins differently from its prompt. `closing`: the beginning of a changed turn."""
     beginning = span.turn.beginning
     if closing is not None:
-        return Remark(AS_PROMPTED, shorten(beginning.prompt), closing)
+        return conversation.Remark(AS_PROMPTED, shorten(beginning.prompt), closing)
     kept = beginning.header + text[span.opens : span.start]
-    return Remark(AS_RENDERED if is_last else EARLIER, shorten(beginning.prompt), shorten(kept))
+    return conversation.Remark(AS_RENDERED if is_last else EARLIER, shorten(beginning.prompt), shorten(kept))
 
 
 def is_prompted(text: str, span: Span) -> bool:
@@ -156,7 +143,7 @@ def is_prompted(text: str, span: Span) -> bool:
     return beginning.prompted is not None and text.startswith(beginning.prompted, span.opens)
 
 
-def lacks_reasoning(text: str, span: Span, message: Message) -> bool:
+def lacks_reasoning(text: str, span: Span, message: conversation.Message) -> bool:
     """Whether the turn lacks its message's reasoning, which may have a key of its own or be in the content."""
     if span.turn.lacks_reasoning:
         return True
@@ -166,7 +153,7 @@ def lacks_reasoning(text: str, span: Span, message: Message) -> bool:
     return inline is not None and inline[inline.lastindex].strip() not in text[span.opens : span.end]
 
 
-def find_unread_keys(messages: Sequence[Message], text: str, render: Render) -> list[Remark]:
+def find_unread_keys(messages: Sequence[conversation.Message], text: str, render: Render) -> list[conversation.Remark]:
     """Remarks on message keys that the template does not read: without them it writes the same `text`."""
     others = sorted({(message["role"], key) for message in messages for key in message.keys() - list_checked(message)})
     if not others:
@@ -177,14 +164,14 @@ def find_unread_keys(messages: Sequence[Message], text: str, render: Render) -> 
         return catch_error(render, [kept]) == [text]
 
     unread = others if writes_same(others) else [other for other in others if writes_same([other])]
-    return [Remark(UNREAD_KEY, role, key) for role, key in unread]
+    return [conversation.Remark(UNREAD_KEY, role, key) for role, key in unread]
 
 
-def list_checked(message: Message) -> set[str]:
+def list_checked(message: conversation.Message) -> set[str]:
     return READ_OR_CHECKED | READ_OF_RESULTS if message["role"] == "tool" else READ_OR_CHECKED
 
 
-def refuse_untrained_reasoning(remarks: Sequence[Remark]) -> None:
+def refuse_untrained_reasoning(remarks: Sequence[conversation.Remark]) -> None:
     if any(remark.kind == UNTRAINED_REASONING for remark in remarks):
         raise ValueError(
             "the chat template leaves out the reasoning of an answer that is trained (--strict-reasoning): remove it"
@@ -210,12 +197,12 @@ def find_closing(prompted: str, template: str, render: Render) -> str | None:
 
 def render_reasoning(render: Render) -> tuple[str, str | None]:
     """The template's text before an answer's reasoning, and between reasoning and content (None: not written)."""
-    answer = {"role": ASSISTANT, "content": STAND_IN, "reasoning_content": THOUGHT}
-    texts = catch_error(render, [[{"role": "user", "content": OTHER_STAND_IN}, answer]])
+    answer = {"role": conversation.ASSISTANT, "content": conversation.STAND_IN, "reasoning_content": THOUGHT}
+    texts = catch_error(render, [[{"role": "user", "content": conversation.OTHER_STAND_IN}, answer]])
     if isinstance(texts, ValueError):
         return "", None
     before, thought, after = texts[0].partition(THOUGHT)
-    between, content, _ = after.partition(STAND_IN)
+    between, content, _ = after.partition(conversation.STAND_IN)
     return (before, between) if thought and content else ("", None)
 
 
@@ -258,7 +245,7 @@ class TemplateChecker:
 
     tokenizer: Any
     stops: Stops
-    mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]]
+    mask: Callable[[Sequence[conversation.Chat]], list[conversation.TokenizedChat | ValueError]]
     render: Render
     template_args: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -283,7 +270,7 @@ class TemplateChecker:
             self.notes.append("the chat template takes contents as lists of parts, so texts are passed as such lists")
         return list(dict.fromkeys(self.notes))
 
-    def choose_probes(self) -> list[Chat]:
+    def choose_probes(self) -> list[conversation.Chat]:
         """The probes, all with tools if the template fails without."""
         (plain,) = self.mask(PROBES[:1])
         if not isinstance(plain, ValueError):
@@ -310,18 +297,18 @@ class TemplateChecker:
         stretches = [stretch for chat in probes for stretch in split_by_training(chat.input_ids, chat.labels)]
         return {ids[-1] for ids, is_trained in stretches if is_trained and self.ends_with_special_token(ids)}
 
-    def find_problem(self, tokenized: TokenizedChat, chat: Chat) -> str | None:
+    def find_problem(self, tokenized: conversation.TokenizedChat, chat: conversation.Chat) -> str | None:
         """The problem with a probe's token ids or labels. Adds notes on properties of the template that are allowed but
         unexpected."""
         messages = prepare_for(self.tokenizer, chat.messages)
         expected = self.tokenizer.apply_chat_template(
             messages, tools=chat.tools, return_dict=True, **self.template_args
         )["input_ids"]
-        if tokenized.input_ids != expected and Remark(DIVIDED) not in tokenized.remarks:
+        if tokenized.input_ids != expected and conversation.Remark(conversation.DIVIDED) not in tokenized.remarks:
             return "apply_chat_template returns other token ids"
         stretches = split_by_training(tokenized.input_ids, tokenized.labels)
         trained = [ids for ids, is_trained in stretches if is_trained]
-        turns = [message for message in chat.messages if message["role"] == ASSISTANT]
+        turns = [message for message in chat.messages if message["role"] == conversation.ASSISTANT]
         if len(trained) != len(turns):
             return f"{len(turns)} assistant turns, {len(trained)} stretches of trained tokens"
         for ids, message in zip(trained, turns, strict=True):
@@ -336,7 +323,7 @@ class TemplateChecker:
         self.compare_prompt(tokenized, chat)
         return None
 
-    def compare_prompt(self, tokenized: TokenizedChat, chat: Chat) -> None:
+    def compare_prompt(self, tokenized: conversation.TokenizedChat, chat: conversation.Chat) -> None:
         """Adds a note if the prompt differs from the text before the row's last answer, unless one of the row's remarks
         says so."""
         before = tokenized.input_ids[: tokenized.spans[-1].start]
@@ -348,14 +335,16 @@ class TemplateChecker:
             " before the answer"
         )
 
-    def encode_prompt(self, chat: Chat) -> list[int]:
+    def encode_prompt(self, chat: conversation.Chat) -> list[int]:
         """Token ids of the prompt for the last answer."""
         messages = prepare_for(self.tokenizer, chat.messages[:-1])
         return self.tokenizer.apply_chat_template(
             messages, tools=chat.tools, add_generation_prompt=True, return_dict=True, **self.template_args
         )["input_ids"]
 
-    def check_as_prompted(self, mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]], name: str) -> None:
+    def check_as_prompted(
+        self, mask: Callable[[Sequence[conversation.Chat]], list[conversation.TokenizedChat | ValueError]], name: str
+    ) -> None:
         """Raises ValueError if a changed row does not follow the prompt or trains more than the answer, or if no row
         is changed."""
         flag, num_changed = "--thinking-prefix train-as-prompted", 0
@@ -379,7 +368,7 @@ class TemplateChecker:
     def ends_with_special_token(self, ids: list[int]) -> bool:
         return self.stops.special.fullmatch(self.tokenizer.convert_ids_to_tokens(ids[-1])) is not None
 
-    def find_problem_of_turn(self, ids: list[int], message: Message) -> str | None:
+    def find_problem_of_turn(self, ids: list[int], message: conversation.Message) -> str | None:
         """The problem with the trained tokens of a probe's turn; None if none."""
         decoded = self.decode(ids)
         call = message["tool_calls"][0]["function"]["arguments"]["terms"] if "tool_calls" in message else ""
@@ -409,7 +398,10 @@ class StopAppender:
     """
 
     def __init__(
-        self, locate: Callable[[Chat], Located], checker: TemplateChecker, stop_token_ids: Collection[int]
+        self,
+        locate: Callable[[conversation.Chat], conversation.Located],
+        checker: TemplateChecker,
+        stop_token_ids: Collection[int],
     ) -> None:
         self.tokenizer, self.stops, self.stop_token_ids = checker.tokenizer, checker.stops, stop_token_ids
         after_text = learn_ending(locate, self.stops, checker.choose_probes()[1])
@@ -418,10 +410,10 @@ class StopAppender:
             raise ValueError("--missing-stop-token append: the chat template has none, and the tokenizer no eos_token")
         self.after_calls = learn_ending(locate, self.stops, PROBES[-1])
 
-    def append(self, located: Located, chat: PreparedChat) -> Located:
+    def append(self, located: conversation.Located, chat: conversation.PreparedChat) -> conversation.Located:
         """The rendered conversation, plus a trained stop token if its last turn is a trained assistant turn that lacks
         one."""
-        if chat.messages[-1]["role"] != ASSISTANT or chat.weights[-1] == 0 or not located.passages:
+        if chat.messages[-1]["role"] != conversation.ASSISTANT or chat.weights[-1] == 0 or not located.passages:
             return located
         last = located.passages[-1]
         stop = find_last_stop(located.text[last.start : last.end].rstrip(), self.stops)
@@ -430,7 +422,7 @@ class StopAppender:
         after = located.text[last.end :]
         if after.strip():
             raise ValueError(f"the chat template writes {after!r} after the last turn: no stop token can be appended")
-        ending = self.after_calls if has_calls(chat.messages[-1]) else self.after_text
+        ending = self.after_calls if conversation.has_calls(chat.messages[-1]) else self.after_text
         if ending is None:
             raise ValueError("ends with tool calls, and no stop token is known to end those, so none can be appended")
         text = located.text + ending
@@ -438,7 +430,9 @@ class StopAppender:
         return replace(located, text=text, passages=passages, is_stop_appended=True)
 
 
-def learn_ending(locate: Callable[[Chat], Located], stops: Stops, probe: Chat) -> str | None:
+def learn_ending(
+    locate: Callable[[conversation.Chat], conversation.Located], stops: Stops, probe: conversation.Chat
+) -> str | None:
     """The text that ends the probe's first assistant turn and is missing if the conversation ends there."""
     whole = catch_error(locate, probe)
     cut = catch_error(locate, replace(probe, messages=probe.messages[:2]))

@@ -15,15 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, wraps
 from typing import Any, TypeVar
 
-from mini_trainer.data.chat.conversation import (
-    ASSISTANT,
-    REASONING_KEYS,
-    Message,
-    PreparedChat,
-    has_calls,
-    is_text_part,
-    replace_arguments,
-)
+from mini_trainer.data.chat import conversation
 from mini_trainer.data.stores.tokenizers import GENERATION_TAG
 from mini_trainer.distributed.limits import memory_limit, time_limit
 
@@ -59,18 +51,18 @@ WITHOUT_TOOLS = (
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def make_calling(arguments: dict[str, Any] | str) -> list[Message]:
+def make_calling(arguments: dict[str, Any] | str) -> list[conversation.Message]:
     """A conversation with a call that has these arguments."""
     call = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": arguments}}
     return [
         {"role": "user", "content": "How much are both?"},
-        {"role": ASSISTANT, "content": "", "tool_calls": [call]},
+        {"role": conversation.ASSISTANT, "content": "", "tool_calls": [call]},
         RESULT,
-        {"role": ASSISTANT, "content": "It is 5."},
+        {"role": conversation.ASSISTANT, "content": "It is 5."},
     ]
 
 
-def takes_text(render: Callable[[list[Message]], str | None]) -> bool:
+def takes_text(render: Callable[[list[conversation.Message]], str | None]) -> bool:
     """Whether a template takes arguments as JSON text only: its rendering has them whole if they are given so, and not
     if they are an object. `render` returns None for conversations that the template refuses."""
     for arguments in ARGUMENTS:
@@ -130,27 +122,27 @@ def check_length(text: str) -> str:
     return text
 
 
-def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+def prepare_for(tokenizer: Any, messages: Sequence[conversation.Message]) -> list[conversation.Message]:
     """The messages in the form that the tokenizer's chat template reads. Used for rows and prompts, so that a model is
     prompted with the text that it was trained on."""
     prepared = prepare_contents(tokenizer, messages)
-    if not any(map(has_calls, prepared)) or not takes_calls_as_text(tokenizer):
+    if not any(map(conversation.has_calls, prepared)) or not takes_calls_as_text(tokenizer):
         return prepared
     return [
-        {**message, "tool_calls": [replace_arguments(call, write_json) for call in message["tool_calls"]]}
-        if has_calls(message)
+        {**message, "tool_calls": [conversation.replace_arguments(call, write_json) for call in message["tool_calls"]]}
+        if conversation.has_calls(message)
         else message
         for message in prepared
     ]
 
 
-def prepare_contents(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+def prepare_contents(tokenizer: Any, messages: Sequence[conversation.Message]) -> list[conversation.Message]:
     """The messages with contents in the form that the chat template reads."""
     prepared = []
     for message in messages:
         # Reasoning has both of its keys, because gpt-oss reads "thinking" and others "reasoning_content". Null fields
         # are left out, as recent versions of `apply_chat_template` leave them.
-        reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+        reasoning = next((message[key] for key in conversation.REASONING_KEYS if message.get(key) is not None), None)
         named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         prepared.append({key: value for key, value in named.items() if value is not None})
     if takes_parts(tokenizer):
@@ -178,7 +170,7 @@ def reads_parts(tokenizer: Any, role: str) -> bool:
     """Whether the template writes the text of a content that is a list of parts, for messages of this role."""
     said = {"role": role, "content": "Two and two."}
     others = [message for message in EXCHANGE if message["role"] != role]
-    messages = [*others, as_parts(said)] if role in (ASSISTANT, "tool") else [as_parts(said), *others]
+    messages = [*others, as_parts(said)] if role in (conversation.ASSISTANT, "tool") else [as_parts(said), *others]
     try:
         with template_errors():
             before, found, _ = tokenizer.apply_chat_template(messages, tokenize=False).partition(said["content"])
@@ -191,7 +183,7 @@ def reads_parts(tokenizer: Any, role: str) -> bool:
 def takes_parts(tokenizer: Any) -> bool:
     """Whether the template writes contents only if they are lists of parts, as those of some multi-modal models do."""
 
-    def writes(messages: list[Message]) -> bool:
+    def writes(messages: list[conversation.Message]) -> bool:
         try:
             with template_errors():
                 text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -206,7 +198,7 @@ def takes_parts(tokenizer: Any) -> bool:
 def takes_calls_as_text(tokenizer: Any) -> bool:
     """Whether the template takes the arguments of calls as JSON text, not as an object."""
 
-    def render(messages: list[Message]) -> str | None:
+    def render(messages: list[conversation.Message]) -> str | None:
         prepared = prepare_contents(tokenizer, messages)
         for tools in ([TOOL], None):  # some templates work only with tools, or only without
             for part in (prepared, prepared[:2]):  # some know no role of tools
@@ -220,20 +212,20 @@ def takes_calls_as_text(tokenizer: Any) -> bool:
     return takes_text(render)
 
 
-def as_parts(message: Message) -> Message:
+def as_parts(message: conversation.Message) -> conversation.Message:
     """The message with its text as a list of one part, the only form that some multi-modal templates write."""
     content = message.get("content")
     is_text = isinstance(content, str) and content != ""
     return {**message, "content": [{"type": "text", "text": content}]} if is_text else message
 
 
-def has_text_parts(message: Message) -> bool:
+def has_text_parts(message: conversation.Message) -> bool:
     """Whether the content is a list of text parts only."""
     parts = message.get("content")
-    return isinstance(parts, list) and parts != [] and all(map(is_text_part, parts))
+    return isinstance(parts, list) and parts != [] and all(map(conversation.is_text_part, parts))
 
 
-def as_text(message: Message, number: int) -> Message:
+def as_text(message: conversation.Message, number: int) -> conversation.Message:
     """The message with its only part as a text. Several parts are refused: they could be joined in several ways."""
     parts = message["content"]
     if len(parts) > 1:
@@ -303,7 +295,7 @@ class ChatRenderer:
     def tells_time(self) -> bool:
         return "strftime_now" in json.dumps(self.tokenizer.chat_template)
 
-    def render_each(self, chats: Sequence[PreparedChat | ValueError]) -> list[Rendered | ValueError]:
+    def render_each(self, chats: Sequence[conversation.PreparedChat | ValueError]) -> list[Rendered | ValueError]:
         """Renders all chats with the same tools at once, which is faster; if one fails, each alone, to find out
         which."""
         results: list[Any] = list(chats)
@@ -320,7 +312,7 @@ class ChatRenderer:
                 results[i] = self.explain(result, chats[i])
         return results
 
-    def explain(self, rendered: Rendered | ValueError, chat: PreparedChat) -> Rendered | ValueError:
+    def explain(self, rendered: Rendered | ValueError, chat: conversation.PreparedChat) -> Rendered | ValueError:
         """Adds a hint to an error that occurs if a content is null or missing, but not if it is empty."""
         if not isinstance(rendered, ValueError) or all(message.get("content") is not None for message in chat.messages):
             return rendered
@@ -332,12 +324,12 @@ class ChatRenderer:
             return ValueError(WITHOUT_TOOLS)
         return ValueError(f'{rendered}; it accepts messages with calls if their content is "", not null or missing')
 
-    def render_one(self, messages: list[Message], *, tools: list[dict[str, Any]] | None) -> Rendered:
+    def render_one(self, messages: list[conversation.Message], *, tools: list[dict[str, Any]] | None) -> Rendered:
         (rendered,) = self.render_marked([messages], tools=tools)
         return rendered
 
     def render_marked(
-        self, conversations: Sequence[list[Message]], *, tools: list[dict[str, Any]] | None
+        self, conversations: Sequence[list[conversation.Message]], *, tools: list[dict[str, Any]] | None
     ) -> list[Rendered]:
         """The texts, and the passages that the template marks as generated if it has markers."""
         template = self.tokenizer.get_chat_template(None, tools)
@@ -358,7 +350,7 @@ class ChatRenderer:
 
     def render(
         self,
-        conversations: Sequence[list[Message]],
+        conversations: Sequence[list[conversation.Message]],
         *,
         tools: list[dict[str, Any]] | None = None,
         generation_prompt: bool = False,

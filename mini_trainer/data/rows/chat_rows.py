@@ -19,16 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.conversation import (
-    ASSISTANT,
-    IMAGE_PART,
-    PRETRAIN,
-    Chat,
-    Document,
-    Message,
-    is_text_part,
-    list_parts,
-)
+from mini_trainer.data.chat import conversation
 from mini_trainer.data.rows.column_names import TURNS, Fields
 from mini_trainer.data.rows.values import read_message, refuse_non_json
 from mini_trainer.data.stores.image_files import as_data_url
@@ -42,15 +33,15 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 
 
-def read_messages(row: Fields) -> Chat | Document:
+def read_messages(row: Fields) -> conversation.Chat | conversation.Document:
     """Reads {"messages": [{"role": ..., "content": ...}, ...]}, or a single message of the role `pretrain`."""
     messages = require_list(row, "messages")
-    if len(messages) == 1 and isinstance(messages[0], dict) and messages[0].get("role") == PRETRAIN:
-        return Document(require_text(messages[0], "content", "message 1 (pretrain): "))
+    if len(messages) == 1 and isinstance(messages[0], dict) and messages[0].get("role") == conversation.PRETRAIN:
+        return conversation.Document(require_text(messages[0], "content", "message 1 (pretrain): "))
     return build_chat(messages, row)
 
 
-def read_sharegpt(row: Fields) -> Chat:
+def read_sharegpt(row: Fields) -> conversation.Chat:
     """Reads {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}."""
     turns = [read_turn(turn, number) for number, turn in enumerate(require_list(row, "conversations"), start=1)]
     return build_chat(read_system(row) + turns, row)
@@ -75,7 +66,7 @@ def read_turn(turn: Any, number: int) -> Fields:
     return {"role": role, "content": turn.get("value")} | others
 
 
-def read_alpaca(row: Fields) -> Chat:
+def read_alpaca(row: Fields) -> conversation.Chat:
     """Reads {"instruction": ..., "input": ..., "output": ...}: a non-empty input follows after a blank line."""
     instruction, output = require_text(row, "instruction"), require_text(row, "output")
     extra, history = row.get("input") or "", row.get("history") or []
@@ -93,7 +84,7 @@ def read_alpaca(row: Fields) -> Chat:
 TEMPLATE_ARGS = "chat_template_kwargs"  # column of the template's arguments for a row
 
 
-def build_chat(messages: list[Any], row: Fields) -> Chat:
+def build_chat(messages: list[Any], row: Fields) -> conversation.Chat:
     """A chat with checked messages and the row's `unmask` and `tools`."""
     unmask = row.get("unmask")
     if not isinstance(unmask, bool | None):
@@ -102,7 +93,9 @@ def build_chat(messages: list[Any], row: Fields) -> Chat:
     for number, message in enumerate(messages, start=1):
         check_message(message, number)
     messages = [read_marks(message, number) for number, message in enumerate(messages, start=1)]
-    return Chat(messages, unmask=bool(unmask), tools=read_tools(row), template_args=read_template_args(row))
+    return conversation.Chat(
+        messages, unmask=bool(unmask), tools=read_tools(row), template_args=read_template_args(row)
+    )
 
 
 def read_template_args(row: Fields) -> Fields | None:
@@ -134,7 +127,7 @@ def check_message(message: Any, number: int) -> None:
         raise ValueError(f"message {number} is {quote(message)}, expected an object with 'role' and 'content'")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        alone = " ('pretrain' only as a row's single message)" if role == PRETRAIN else ""
+        alone = " ('pretrain' only as a row's single message)" if role == conversation.PRETRAIN else ""
         raise ValueError(f"message {number} has the role {quote(role)}, allowed: {', '.join(ROLES)}{alone}")
     where = f"message {number} ({role})"
     calls = message.get("tool_calls")
@@ -142,7 +135,7 @@ def check_message(message: Any, number: int) -> None:
         raise ValueError(f"{where} has the tool_calls {quote(calls)}, expected a list of objects")
     if calls and role != "assistant":
         raise ValueError(f"{where} has tool_calls, which only an assistant's message can have")
-    may_be_empty = role != "assistant" or bool(calls) or IMAGE_PART in list_parts(message)
+    may_be_empty = role != "assistant" or bool(calls) or conversation.IMAGE_PART in conversation.list_parts(message)
     text = join_parts(content, where) if isinstance(content, list) else content
     if not (isinstance(text, str) or (text is None and calls)) or not (may_be_empty or text.strip()):
         raise ValueError(f"{where} has the content {quote(content)}, expected text")
@@ -152,9 +145,9 @@ def check_message(message: Any, number: int) -> None:
 
 def join_parts(content: list[Any], where: str) -> str:
     """The text of a content in OpenAI's format, [{"type": "text", "text": ...}, ...]; templates get the list itself."""
-    parts = [part for part in content if part != IMAGE_PART]
+    parts = [part for part in content if part != conversation.IMAGE_PART]
     for part in parts:
-        if not is_text_part(part):
+        if not conversation.is_text_part(part):
             raise ValueError(f"{where} has the content part {quote(part)}, expected {{'type': 'text', 'text': ...}}")
     return "".join(part["text"] for part in parts)
 
@@ -259,7 +252,7 @@ def take_from_turn(turn: Any, key: str, waiting: list[Any], found: list[Any], *,
         content = [
             part
             for i, text in enumerate(content.split(MARKER))
-            for part in ([IMAGE_PART] * (i > 0) + [{"type": "text", "text": text}] * bool(text))
+            for part in ([conversation.IMAGE_PART] * (i > 0) + [{"type": "text", "text": text}] * bool(text))
         ]
     if not isinstance(content, list):
         return turn
@@ -273,27 +266,27 @@ def take_from_turn(turn: Any, key: str, waiting: list[Any], found: list[Any], *,
         if value is None and not waiting:
             raise ValueError("more places for images than images")
         found.append(waiting.pop(0) if value is None else value)
-        parts.append(IMAGE_PART)
+        parts.append(conversation.IMAGE_PART)
     return {**turn, key: parts}
 
 
-def check_ends(messages: list[Message], num_prompt: int, name: str) -> None:
+def check_ends(messages: list[conversation.Message], num_prompt: int, name: str) -> None:
     """Raises ValueError for a prompt that ends within the assistant's turn, and an answer that ends outside of it."""
     check_prompt(messages[:num_prompt])
-    if messages[-1]["role"] != ASSISTANT:
+    if messages[-1]["role"] != conversation.ASSISTANT:
         raise ValueError(f"{name} ends with the role {messages[-1]['role']!r}, expected an assistant's message")
 
 
-def check_prompt(prompt: list[Message]) -> None:
+def check_prompt(prompt: list[conversation.Message]) -> None:
     """Raises ValueError for a prompt that ends within the assistant's turn."""
-    if prompt[-1]["role"] == ASSISTANT:
+    if prompt[-1]["role"] == conversation.ASSISTANT:
         raise ValueError(
             "the prompt ends with an assistant's message, and it is not known whether the answer continues it or is"
             " another message: make it part of the answer, or end the prompt with a user's message"
         )
 
 
-def leave_untrained(chat: Chat, num_messages: int) -> Chat:
+def leave_untrained(chat: conversation.Chat, num_messages: int) -> conversation.Chat:
     """The chat, of which the first messages are not trained."""
     prompt = [{key: value for key, value in message.items() if key != "weight"} for message in chat.messages]
     untrained = [message | {"train": False} for message in prompt[:num_messages]]

@@ -18,23 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mini_trainer.data.chat.conversation import IMAGE_PART, Chat, Completion, Document, list_parts
-from mini_trainer.data.rows.chat_rows import (
-    IMAGE_COLUMNS,
-    TEMPLATE_ARGS,
-    ImageFolders,
-    build_chat,
-    check_prompt,
-    leave_untrained,
-    parse_turns,
-    read_alpaca,
-    read_messages,
-    read_sharegpt,
-    read_system,
-    require_list,
-    require_one_text,
-    require_text,
-    take_images,
-)
+from mini_trainer.data.rows import chat_rows
 from mini_trainer.data.rows.column_names import (
     ASKING,
     MEANINGS,
@@ -95,17 +79,17 @@ def read_text_row(
     *,
     is_given: bool,
     paths: FieldPaths = OWN_NAMES,
-    folders: ImageFolders | None = None,
+    folders: chat_rows.ImageFolders | None = None,
 ) -> list[Example]:
     """The row's example. `is_given`: the user has set the chunk's format, and may know better. With `folders`, chats
     have images.
 
     Raises RefusedColumn for an unread column that changes the objective; counts the others in `tally`.
     """
-    also_read = IMAGE_COLUMNS if folders is not None else ()
+    also_read = chat_rows.IMAGE_COLUMNS if folders is not None else ()
     fields, found = read_fields(values, chunk.format, paths=paths, tally=tally, also_read=also_read), []
     if folders is not None:
-        fields, found = take_images(fields)
+        fields, found = chat_rows.take_images(fields)
     example = read_example(fields, chunk.format, is_given=is_given, takes_images=folders is not None)
     if folders is not None and isinstance(example, Chat):
         return [replace(example, images=tuple(folders.find_path(value, chunk.file) for value in found))]
@@ -138,7 +122,7 @@ def read_fields(
     without = {PROMPTING} if data_format is None else set()
     meanings = [meaning for meaning in MEANINGS if (given or meaning != ASKING) and meaning not in without]
     check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally)
-    fields = parse_turns(rename_fields(row, paths, also_read), answered)
+    fields = chat_rows.parse_turns(rename_fields(row, paths, also_read), answered)
     return check_messages(fields, paths.ignored, tally, also=answered)
 
 
@@ -182,8 +166,8 @@ def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = (
     """
     given = paths.given
     if not given:
-        return parse_turns(row, ())
-    found = parse_turns({name: look_up(row, path) for name, path in given.items()}, ())
+        return chat_rows.parse_turns(row, ())
+    found = chat_rows.parse_turns({name: look_up(row, path) for name, path in given.items()}, ())
     for name, value in found.items():
         if value is None and name != "system":
             raise ValueError(
@@ -250,7 +234,7 @@ def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, 
     """The names of prompt and completion if both are messages (or their JSON text), as in TRL; empty otherwise."""
     prompt = look_up(row, paths.prompt or "prompt")
     for name in ("completion", "generation"):
-        both = parse_turns({"prompt": prompt, name: look_up(row, paths.completion or name)})
+        both = chat_rows.parse_turns({"prompt": prompt, name: look_up(row, paths.completion or name)})
         if all(isinstance(value, list) for value in both.values()):
             return "prompt", name
     return ()
@@ -262,22 +246,24 @@ def read_completion(row: Fields) -> Completion | Chat:
     Of these only the assistant's of the completion are trained."""
     names = list_conversation(row)
     if not names:
-        return Completion(require_text(row, "prompt"), require_one_text(row, "completion", "generation"))
-    prompt, answer = (require_list(parse_turns(row, names), name) for name in names)
-    prompt = read_system(row) + prompt
-    chat = build_chat([*prompt, *answer], row)
-    check_prompt(chat.messages[: len(prompt)])
+        return Completion(
+            chat_rows.require_text(row, "prompt"), chat_rows.require_one_text(row, "completion", "generation")
+        )
+    prompt, answer = (chat_rows.require_list(chat_rows.parse_turns(row, names), name) for name in names)
+    prompt = chat_rows.read_system(row) + prompt
+    chat = chat_rows.build_chat([*prompt, *answer], row)
+    chat_rows.check_prompt(chat.messages[: len(prompt)])
     if any(message.get("train") for message in chat.messages[: len(prompt)]):
         raise ValueError("has 'train': true in a message of the prompt: only the completion's messages are trained")
-    return leave_untrained(chat, len(prompt))
+    return chat_rows.leave_untrained(chat, len(prompt))
 
 
 def read_document(row: Fields) -> Document:
     """Reads {"document": ...} or {"text": ...}."""
-    return Document(require_one_text(row, "document", "text"))
+    return Document(chat_rows.require_one_text(row, "document", "text"))
 
 
-OF_CHATS = ("system", "tools", "unmask", TEMPLATE_ARGS)
+OF_CHATS = ("system", "tools", "unmask", chat_rows.TEMPLATE_ARGS)
 IN_ALPACA = {"prompt": "instruction", "completion": "output"}
 
 
@@ -290,10 +276,12 @@ class TextFormat:
     columns: tuple[str, ...]  # that it reads
 
 
-MESSAGES = TextFormat(read_messages, (("messages",),), ("messages", "tools", "unmask", TEMPLATE_ARGS))
-SHAREGPT = TextFormat(read_sharegpt, (("conversations",),), ("conversations", *OF_CHATS))
+MESSAGES = TextFormat(
+    chat_rows.read_messages, (("messages",),), ("messages", "tools", "unmask", chat_rows.TEMPLATE_ARGS)
+)
+SHAREGPT = TextFormat(chat_rows.read_sharegpt, (("conversations",),), ("conversations", *OF_CHATS))
 ALPACA = TextFormat(
-    read_alpaca, (("instruction",), ("output",)), ("instruction", "input", "output", "history", *OF_CHATS)
+    chat_rows.read_alpaca, (("instruction",), ("output",)), ("instruction", "input", "output", "history", *OF_CHATS)
 )
 COMPLETION = TextFormat(
     read_completion, (("prompt",), ("completion", "generation")), ("prompt", "completion", "generation")
@@ -302,7 +290,7 @@ DOCUMENT = TextFormat(read_document, (("document", "text"),), ("document", "text
 
 # Columns that a format reads in addition to those set by a path.
 BESIDE = {
-    "messages": ("tools", "unmask", TEMPLATE_ARGS),
+    "messages": ("tools", "unmask", chat_rows.TEMPLATE_ARGS),
     "conversations": OF_CHATS,
     "completion": ("prompt", "completion", "generation"),
     "text": (),

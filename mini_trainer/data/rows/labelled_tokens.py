@@ -4,15 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mini_trainer.data.chat import rendering
 from mini_trainer.data.chat.conversation import Chat
-from mini_trainer.data.chat.rendering import (
-    catch_error,
-    check_length,
-    check_template_args,
-    check_unicode,
-    prepare_for,
-    template_errors,
-)
 from mini_trainer.data.columns.base import IGNORED, TOKENS
 from mini_trainer.data.rows.labelled import Content, Labelled, Labels, TextPair, Words, count_classes
 from mini_trainer.distributed.messages import one_line
@@ -74,8 +67,8 @@ class LabelledTokenizer:
 
     def tokenize(self, rows: Sequence[Labelled]) -> list[TokenizedText | ValueError]:
         """Each row's tokens and target, or the error that makes it unusable."""
-        targets = [catch_error(self.labels.encode, row) for row in rows]
-        prepared = [catch_error(self.prepare, row.content) for row in rows]
+        targets = [rendering.catch_error(self.labels.encode, row) for row in rows]
+        prepared = [rendering.catch_error(self.prepare, row.content) for row in rows]
         by_kind: dict[tuple[bool, bool], list[int]] = {}
         for i, (row, text) in enumerate(zip(rows, prepared, strict=True)):
             if not isinstance(text, ValueError):
@@ -86,7 +79,7 @@ class LabelledTokenizer:
             encoded = self.encode([prepared[i] for i in indices], is_words=is_words, adds_special=adds_special)
             encodings.update(zip(indices, encoded, strict=True))
         return [
-            catch_error(self.build, row, encodings.get(i), target, text)
+            rendering.catch_error(self.build, row, encodings.get(i), target, text)
             for i, (row, target, text) in enumerate(zip(rows, targets, prepared, strict=True))
         ]
 
@@ -110,11 +103,11 @@ class LabelledTokenizer:
                 "the tokenizer has no chat template: name one with --chat-template, or use rows with a text"
             )
         args = chat.template_args or {}
-        check_template_args(self.tokenizer, args)
-        with template_errors():
-            messages = prepare_for(self.tokenizer, chat.messages)
+        rendering.check_template_args(self.tokenizer, args)
+        with rendering.template_errors():
+            messages = rendering.prepare_for(self.tokenizer, chat.messages)
             text = self.tokenizer.apply_chat_template(messages, tools=chat.tools, tokenize=False, **args)
-        return check_unicode(check_length(text))
+        return rendering.check_unicode(rendering.check_length(text))
 
     def encode(self, texts: Sequence[Any], *, is_words: bool, adds_special: bool) -> list[Any]:
         return self.backend.encode_batch(texts, is_pretokenized=is_words, add_special_tokens=adds_special)

@@ -14,20 +14,11 @@ import numpy as np
 from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
 from mini_trainer.data.chat.masking import ChatMasker, ImageExpander
 from mini_trainer.data.columns.base import FEEDBACK, VISION, DataTask
+from mini_trainer.data.rows import labelled
 from mini_trainer.data.rows.chat_rows import ImageFolders
 from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, PATHS, FieldPaths, read_text_row
-from mini_trainer.data.rows.labelled import (
-    CLASSIFICATION,
-    LabelCounts,
-    Labelled,
-    Labels,
-    decide_labels,
-    find_declared_names,
-    read_known_labels,
-    read_labelled,
-)
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
 from mini_trainer.data.rows.rows import Preparation, read_rows
 from mini_trainer.data.rows.worker_pool import run_in_order
@@ -75,7 +66,7 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
     stop_token_id, open_turns, notes = None, set(), []
     if options.rows.mock_data is not None:
         preparation = prepare_random(tokenizer, options.rows)
-    elif options.rows.format == CLASSIFICATION:
+    elif options.rows.format == labelled.CLASSIFICATION:
         preparation = prepare_classification(tokenizer, sources, options.rows)
     else:
         expander = None
@@ -126,13 +117,15 @@ def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: P
     return Preparation(task, read, masker.mask, masker.chats.stop_token_ids)
 
 
-def prepare_classification(tokenizer: Any, sources: Sequence[Source], options: RowOptions) -> Preparation[Labelled]:
+def prepare_classification(
+    tokenizer: Any, sources: Sequence[Source], options: RowOptions
+) -> Preparation[labelled.Labelled]:
     """Reads all rows for their labels; returns the preparation of rows."""
     labels = survey_labels(sources, options, num_workers=count_workers(sources, options))
     labelled_tokenizer = LabelledTokenizer(
         tokenizer, labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
     )
-    read = partial(read_labelled, options=options)
+    read = partial(labelled.read_labelled, options=options)
     return Preparation(labels.task, read, labelled_tokenizer.tokenize)
 
 
@@ -194,27 +187,29 @@ def draw_samples(numbers: Sequence[int], *, token_ids: np.ndarray, length: int) 
     return [TokenizedChat(ids, [TrainedSpan(0, length, "random")]) for ids in drawn]
 
 
-def survey_labels(sources: Sequence[Source], rows: RowOptions, *, num_workers: int) -> Labels:
+def survey_labels(sources: Sequence[Source], rows: RowOptions, *, num_workers: int) -> labelled.Labels:
     """The meaning of the labels of all rows. ValueError if it is ambiguous."""
-    known = None if rows.labels_from is None else read_known_labels(rows.labels_from)
-    declared = () if known is not None or rows.label_names else find_declared_names(sources, rows.column("label"))
-    counts, first = LabelCounts(), None
+    known = None if rows.labels_from is None else labelled.read_known_labels(rows.labels_from)
+    declared = (
+        () if known is not None or rows.label_names else labelled.find_declared_names(sources, rows.column("label"))
+    )
+    counts, first = labelled.LabelCounts(), None
     read = (chunk for source in sources for chunk in read_chunks(source))
     with closing(run_in_order(partial(survey_chunk, rows=rows), read, num_workers=num_workers)) as results:
         for _, (found, first_found) in results:
             counts.add(found)
             first = first or first_found
     if first is None and known is None:
-        return Labels.empty()  # every row is refused, with reasons
+        return labelled.Labels.empty()  # every row is refused, with reasons
     names = rows.label_names or declared
-    return decide_labels(counts, first=first, label_type=rows.label_type, label_names=names, known=known)
+    return labelled.decide_labels(counts, first=first, label_type=rows.label_type, label_names=names, known=known)
 
 
-def survey_chunk(chunk: Chunk, *, rows: RowOptions) -> tuple[LabelCounts, Labelled | None]:
+def survey_chunk(chunk: Chunk, *, rows: RowOptions) -> tuple[labelled.LabelCounts, labelled.Labelled | None]:
     """The labels of a chunk's readable rows, and the first of these. Others are refused in the second pass."""
-    counts, first = LabelCounts(), None
-    for row, found in read_rows(chunk, partial(read_labelled, options=rows), Counter()):
-        if isinstance(found, Labelled):
+    counts, first = labelled.LabelCounts(), None
+    for row, found in read_rows(chunk, partial(labelled.read_labelled, options=rows), Counter()):
+        if isinstance(found, labelled.Labelled):
             counts.add_row(found, f"{chunk.file}:{row.place}")
             first = first or found
     return counts, first

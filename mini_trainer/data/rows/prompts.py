@@ -19,15 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mini_trainer.data.chat.conversation import (
-    ASSISTANT,
-    ONLY_FOR_MASKING,
-    Chat,
-    Completion,
-    Message,
-    make_outline,
-    split_at_placeholders,
-)
+from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.rendering import check_template_args, prepare_for, template_errors
 from mini_trainer.data.chat.tokens import count_ending
 from mini_trainer.data.rows.chat_rows import parse_turns
@@ -50,7 +42,7 @@ class Prompt:
 
     place: str = ""  # file and line
     row: Fields  # as read from the file
-    messages: list[Message] | None = None
+    messages: list[conversation.Message] | None = None
     text: str | None = None
     tools: list[dict[str, Any]] | None = None
     template_args: dict[str, Any] | None = None
@@ -144,20 +136,21 @@ def read_question(row: Fields, data_format: str | None) -> Prompt:
     if data_format is None and find_format(row) is None and isinstance(row.get("prompt"), list):
         row = row | {"messages": row["prompt"]}
     example = read_example(row, data_format or find_format(row), is_given=data_format is not None)
-    if isinstance(example, Chat):
+    if isinstance(example, conversation.Chat):
         return split_chat(example, row)
-    if isinstance(example, Completion):
+    if isinstance(example, conversation.Completion):
         return Prompt(row=row, text=example.prompt, references=(example.completion,))
     return Prompt(row=row, text=example.text)
 
 
-def split_chat(chat: Chat, row: Fields) -> Prompt:
+def split_chat(chat: conversation.Chat, row: Fields) -> Prompt:
     """Makes a prompt of a chat; a last message of the assistant becomes the reference."""
     messages = [
-        {key: value for key, value in message.items() if key not in ONLY_FOR_MASKING} for message in chat.messages
+        {key: value for key, value in message.items() if key not in conversation.ONLY_FOR_MASKING}
+        for message in chat.messages
     ]
     references = ()
-    if messages[-1]["role"] == ASSISTANT:
+    if messages[-1]["role"] == conversation.ASSISTANT:
         last = messages.pop()
         references = (join_content(last),)
         if not messages:
@@ -165,7 +158,7 @@ def split_chat(chat: Chat, row: Fields) -> Prompt:
     return Prompt(row=row, messages=messages, tools=chat.tools, template_args=chat.template_args, references=references)
 
 
-def join_content(message: Message) -> str:
+def join_content(message: conversation.Message) -> str:
     """A message's text, or its tool calls as text if it has none."""
     content = message.get("content")
     if isinstance(content, list):
@@ -196,7 +189,7 @@ def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
         raise ValueError(f"{prompt.place}: {error}") from None
 
 
-def apply_template(prompt: Prompt, messages: list[Message], tools: Tools, tokenizer: Any) -> str:
+def apply_template(prompt: Prompt, messages: list[conversation.Message], tools: Tools, tokenizer: Any) -> str:
     """Renders these messages with the prompt's arguments, up to and including the generation prompt."""
     return tokenizer.apply_chat_template(
         prepare_for(tokenizer, messages),
@@ -209,19 +202,19 @@ def apply_template(prompt: Prompt, messages: list[Message], tools: Tools, tokeni
 
 def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
     """ValueError, as in process_data.py, if the template omits the tools or a non-assistant message."""
-    outline = make_outline(prompt.messages)
+    outline = conversation.make_outline(prompt.messages)
     with template_errors():
         text = apply_template(prompt, outline.messages, prompt.tools, tokenizer)
     if prompt.tools and not reads_tools(prompt, outline.messages, text, tokenizer):
         raise ValueError("the chat template leaves out the tools: remove them, or describe them in the system message")
-    written = set(split_at_placeholders(text)[0])
+    written = set(conversation.split_at_placeholders(text)[0])
     for i, leaf in enumerate(outline.leaves):
         role = outline.messages[leaf.message]["role"]
-        if leaf.kind == "content" and role != ASSISTANT and i not in written:
+        if leaf.kind == "content" and role != conversation.ASSISTANT and i not in written:
             raise ValueError(f"the chat template leaves out the content of message {leaf.message + 1} ({role})")
 
 
-def reads_tools(prompt: Prompt, messages: list[Message], text: str, tokenizer: Any) -> bool:
+def reads_tools(prompt: Prompt, messages: list[conversation.Message], text: str, tokenizer: Any) -> bool:
     """Whether the template uses the tools: without them it renders something other than `text`, or fails."""
     try:
         with template_errors():
@@ -230,7 +223,7 @@ def reads_tools(prompt: Prompt, messages: list[Message], text: str, tokenizer: A
         return True
 
 
-def as_protocol(messages: Sequence[Message]) -> list[Message]:
+def as_protocol(messages: Sequence[conversation.Message]) -> list[conversation.Message]:
     """Converts messages to OpenAI's API: without nulls, and with tool-call arguments as JSON text, which servers parse
     before rendering."""
     return [

@@ -12,18 +12,7 @@ import numpy as np
 
 from mini_trainer.batch_packer import SampleLoad
 from mini_trainer.data.columns.base import IGNORED, DataTask, Sample, describe_task
-from mini_trainer.data.tokenized.by_row import (
-    RowNumbers,
-    RowRange,
-    Rows,
-    Values,
-    draw_permutation,
-    find_top_row,
-    iterate_chunks,
-    join_rows,
-    join_values,
-    sum_values,
-)
+from mini_trainer.data.tokenized import by_row
 from mini_trainer.data.tokenized.index import SampleImages
 from mini_trainer.data.tokenized.reader import Sequences, TokenizedData
 from mini_trainer.options.doors import WEIGHED_BY
@@ -53,11 +42,11 @@ class Mixture:
         self.names = name_sources([source.path for source in sources])
         assert by in WEIGHED_BY, by
         self.weights, self.by = weights, by
-        self.numbers = RowNumbers(len(source.lengths) for source in sources)
-        self.lengths: Values = join_values([source.lengths for source in sources])
+        self.numbers = by_row.RowNumbers(len(source.lengths) for source in sources)
+        self.lengths: by_row.Values = by_row.join_values([source.lengths for source in sources])
         self.sizes = self.lengths
         self.has_sequences = sources[0].sequences is not None  # as all have, which are for one task
-        self.num_loss_tokens = join_values([source.num_loss_tokens for source in sources])
+        self.num_loss_tokens = by_row.join_values([source.num_loss_tokens for source in sources])
         self.images: SampleImages | None = None  # set by run.images.count_set_images
         self.seen: Mixture | None = None  # the rows that a teacher reads beside these; set by `pair`
         self.computed: dict[str, ByRow] = {}  # columns that the data sets do not have; set by `add_column`
@@ -66,25 +55,27 @@ class Mixture:
     def _find_kept(self) -> None:
         first_rows = self.numbers.firsts.tolist()
         self.kept_of = [source.kept + first for source, first in zip(self.sources, first_rows, strict=False)]
-        self.kept = join_rows(self.kept_of)  # the stream draws from these rows
+        self.kept = by_row.join_rows(self.kept_of)  # the stream draws from these rows
         sizes = np.array([len(kept) for kept in self.kept_of], dtype=np.float64)
         shares = sizes if not self.weights else np.array(self.weights, dtype=np.float64)
         if self.weights and self.by == "tokens":
-            shares = shares / [sum_values(source.lengths, source.kept) / len(source.kept) for source in self.sources]
+            shares = shares / [
+                by_row.sum_values(source.lengths, source.kept) / len(source.kept) for source in self.sources
+            ]
         self.shares = shares / shares.sum()  # (sources,) of the samples that are drawn
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest kept sample, as it counts in micro-batches."""
-        return int(self.sizes[find_top_row(self.sizes, self.kept)])
+        return int(self.sizes[by_row.find_top_row(self.sizes, self.kept)])
 
     @property
     def longest_sequence(self) -> int:
         """Number of tokens of the longest sequence of a kept sample."""
         if not self.has_sequences:
-            return int(self.lengths[find_top_row(self.lengths, self.kept)])
-        if not isinstance(self.kept, RowRange):
-            return max(int(self.list_sequences(rows).lengths.max()) for rows in iterate_chunks(self.kept))
+            return int(self.lengths[by_row.find_top_row(self.lengths, self.kept)])
+        if not isinstance(self.kept, by_row.RowRange):
+            return max(int(self.list_sequences(rows).lengths.max()) for rows in by_row.iterate_chunks(self.kept))
         parts = zip(self.sources, self.numbers.firsts, strict=False)
         return max(
             source.sequences.find_longest(self.kept.within(int(first), len(source.lengths))) for source, first in parts
@@ -93,7 +84,7 @@ class Mixture:
     @property
     def num_tokens(self) -> int:
         """Number of tokens of the kept samples."""
-        return sum_values(self.lengths, self.kept)
+        return by_row.sum_values(self.lengths, self.kept)
 
     @property
     def has_images(self) -> bool:
@@ -155,15 +146,15 @@ class Mixture:
         """Keeps a random subset of each set's kept samples: this number, or this share of them, at least one."""
         for i, source in enumerate(self.sources):
             number = subset if isinstance(subset, int) else max(1, round(subset * len(source.kept)))
-            order, places = draw_permutation(len(source.kept), [seed, i]), RowRange(0, number)
-            chosen = [source.kept[order[part[0] : part[-1] + 1]] for part in iterate_chunks(places)]
+            order, places = by_row.draw_permutation(len(source.kept), [seed, i]), by_row.RowRange(0, number)
+            chosen = [source.kept[order[part[0] : part[-1] + 1]] for part in by_row.iterate_chunks(places)]
             source.kept = np.sort(np.concatenate(chosen))
         self._find_kept()
 
     def check_trained(self, option: str) -> None:
         """ValueError for a set without trained tokens in its kept samples; `option` is shown in the message."""
         for source in self.sources:
-            if not any(source.num_loss_tokens[rows].any() for rows in iterate_chunks(source.kept)):
+            if not any(source.num_loss_tokens[rows].any() for rows in by_row.iterate_chunks(source.kept)):
                 whose = f" {len(source.kept):,} kept" if len(source.kept) < len(source.lengths) else ""
                 raise ValueError(
                     f"{option} {source.path}: its{whose} samples have no trained tokens, so it has no loss"
@@ -176,7 +167,7 @@ class Mixture:
         for source, num_drawn in zip(self.sources, drawn, strict=True):
             times = num_drawn / len(source.kept)  # draws of each of the set's samples
             counts += times * source.count_labels()
-            num_targets += times * sum_values(source.num_loss_tokens, source.kept)
+            num_targets += times * by_row.sum_values(source.num_loss_tokens, source.kept)
         return counts, num_targets
 
     def read(self, row: int) -> Sample:
@@ -194,7 +185,7 @@ class Mixture:
         """Gives each row's sample one value more."""
         self.computed[name] = values
 
-    def restricted_to(self, rows: Rows) -> "Mixture":
+    def restricted_to(self, rows: by_row.Rows) -> "Mixture":
         """The same data, of which only `rows` are kept."""
         part = copy.copy(self)
         part.kept = rows
@@ -319,5 +310,5 @@ def pair(data: Mixture, seen: Mixture, *, column: str) -> None:
     for ours, theirs in zip(data.sources, seen.sources, strict=True):
         check_rows(ours, theirs)
         ours.sizes = ours.lengths + theirs.lengths
-    data.sizes, data.seen = join_values([source.sizes for source in data.sources]), seen
+    data.sizes, data.seen = by_row.join_values([source.sizes for source in data.sources]), seen
     data.add_column(column, PairedRows(data, seen))

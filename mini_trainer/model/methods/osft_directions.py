@@ -25,24 +25,7 @@ from mini_trainer.distributed.devices import GIB, available_memory, memory_limit
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.method import MetaModel
-from mini_trainer.model.methods.osft_subspaces import (
-    BASES,
-    Bases,
-    count_earlier,
-    count_kept,
-    find_targets,
-    is_on_input,
-    load_hashed,
-    orient,
-    oriented_shape,
-    prepare_subspaces,
-    read_about,
-    read_bases,
-    read_subspace,
-    restrict,
-    save_hashed,
-    weight_shape,
-)
+from mini_trainer.model.methods import osft_subspaces
 from mini_trainer.model.weights import Reader
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
 from mini_trainer.objectives.objective import Objective, PackedModel
@@ -86,7 +69,7 @@ def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_
 def check_statistics(statistics: Statistics, targets: dict[str, nn.Linear | Conv1D]) -> None:
     """Refuses statistics of a model with different layers."""
     for name, module in targets.items():
-        in_features = weight_shape(module)[1]
+        in_features = osft_subspaces.weight_shape(module)[1]
         if name not in statistics.inputs or len(statistics.covariance(name)) != in_features:
             raise ValueError(
                 f"--osft-statistics: has nothing about the {in_features} inputs of {name}: these are statistics of"
@@ -100,14 +83,14 @@ def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
     try:
         check_regular(path)
         with safe_open(path, "pt") as file:
-            yield file, read_about(file)
+            yield file, osft_subspaces.read_about(file)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"--osft-statistics {path}: not a statistics file: {error!r}") from None
 
 
 def read_statistics(path: Path) -> Statistics:
     with open_statistics(path) as (file, about):
-        return Statistics(load_hashed(file), about["inputs"], about["data_hashes"])
+        return Statistics(osft_subspaces.load_hashed(file), about["inputs"], about["data_hashes"])
 
 
 def read_data_hashes(path: Path) -> list[str]:
@@ -121,7 +104,7 @@ def write_statistics(statistics: Statistics, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_aside(path) as (aside,):
-            save_hashed(statistics.covariances, aside, about)
+            osft_subspaces.save_hashed(statistics.covariances, aside, about)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"--osft-statistics {path}: cannot be written: {error}") from None
 
@@ -234,7 +217,7 @@ class Recorder:
         """`recorded`: covariances of earlier passes; `room`: bytes for those of this one. There is always one."""
         model = packed_model.model
         self.names = {module: name for name, module in model.named_modules()}
-        self.layers = find_targets(model, find_blocks(model), patterns)
+        self.layers = osft_subspaces.find_targets(model, find_blocks(model), patterns)
         self.recorded, self.room, self.counting = recorded, room, True
         self.covariances: dict[str, Tensor] = {}  # (in, in) fp64: sum of x x^T
         self.left_out: dict[str, int] = {}  # bytes of covariances for a later pass
@@ -301,10 +284,12 @@ class Directions:
 
     def __init__(self, meta: MetaModel, options: OSFTOptions):
         self.options = options
-        self.targets: dict[str, nn.Linear | Conv1D] = find_targets(
+        self.targets: dict[str, nn.Linear | Conv1D] = osft_subspaces.find_targets(
             meta.model, meta.blocks, options.osft_target_patterns
         )
-        self.shapes = {name: oriented_shape(module, options.osft_basis) for name, module in self.targets.items()}
+        self.shapes = {
+            name: osft_subspaces.oriented_shape(module, options.osft_basis) for name, module in self.targets.items()
+        }
         self.statistics = Statistics()
         self.num_earlier: dict[str, int] = {}  # directions that --osft-bases keeps in each target; empty without it
         self.files: dict[str, Path] = {}  # on rank 0: the free subspace of each target
@@ -316,14 +301,16 @@ class Directions:
     @property
     def of_inputs(self) -> bool:
         """Whether they come from activations."""
-        return BASES[self.options.osft_basis]
+        return osft_subspaces.BASES[self.options.osft_basis]
 
     def assume(self) -> dict[str, int]:
         """Number of directions to keep in each target, if known without weights."""
-        self.num_earlier = count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
+        self.num_earlier = osft_subspaces.count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
         ratio = self.options.osft_unfreeze_rank_ratio
         ratio = UNKNOWN_ENERGY_RATIO if ratio is None else ratio
-        return self.keep_earlier({name: count_kept(columns, ratio) for name, columns in self.num_columns.items()})
+        return self.keep_earlier(
+            {name: osft_subspaces.count_kept(columns, ratio) for name, columns in self.num_columns.items()}
+        )
 
     def compute(
         self,
@@ -342,7 +329,7 @@ class Directions:
         if self.of_inputs:
             call_on_rank0(world, lambda: check_statistics(statistics, self.targets))
         self.num_earlier = call_on_rank0(
-            world, lambda: count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
+            world, lambda: osft_subspaces.count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
         )
 
         # Count kept directions first, if possible without decompositions: errors then show before hours of these.
@@ -355,9 +342,11 @@ class Directions:
 
         def get_matrix(name: str) -> Tensor:
             matrix, earlier = self.read_matrix(name, readers, compute_dtype), self.read_earlier(name)
-            return (matrix if earlier is None else restrict(matrix, earlier, device=world.device)).to(dtype)
+            return (matrix if earlier is None else osft_subspaces.restrict(matrix, earlier, device=world.device)).to(
+                dtype
+            )
 
-        self.files = prepare_subspaces(
+        self.files = osft_subspaces.prepare_subspaces(
             self.list_free_shapes(),
             get_matrix,
             dtype=dtype,
@@ -383,15 +372,17 @@ class Directions:
             return self.statistics.covariance(name)
         module = self.targets[name]
         weight = readers[f"{name}.weight"]().to(dtype)
-        return orient(weight, on_input=is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D))
+        return osft_subspaces.orient(
+            weight, on_input=osft_subspaces.is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D)
+        )
 
-    def read_earlier(self, name: str) -> Bases | None:
+    def read_earlier(self, name: str) -> osft_subspaces.Bases | None:
         """The target's directions after earlier tasks; None if these keep nothing of it. On rank 0."""
-        return read_bases(Path(self.options.osft_bases), name) if self.num_earlier.get(name, 0) else None
+        return osft_subspaces.read_bases(Path(self.options.osft_bases), name) if self.num_earlier.get(name, 0) else None
 
     def read(self, name: str) -> dict[str, Tensor]:
         """A target's subspace as `fill_layer` needs it, with directions of the whole layer. On rank 0."""
-        subspace = read_subspace(self.files[name])
+        subspace = osft_subspaces.read_subspace(self.files[name])
         if (earlier := self.read_earlier(name)) is not None:
             subspace["basis"] = (earlier.V_free.double() @ subspace["basis"].double()).float()
             subspace["U_earlier"] = earlier.U_kept
@@ -403,7 +394,7 @@ class Directions:
     def count_by_ratio(self) -> dict[str, int]:
         """Number of directions to keep in each target; on rank 0. ValueError if nothing would train."""
         ratio = self.options.osft_unfreeze_rank_ratio
-        wanted = {name: count_kept(columns, ratio) for name, columns in self.num_columns.items()}
+        wanted = {name: osft_subspaces.count_kept(columns, ratio) for name, columns in self.num_columns.items()}
         num_kept = self.keep_earlier(wanted)
         self.refuse_nothing(num_kept, "--osft-unfreeze-rank-ratio", ratio)
         warn_of_full(self.num_earlier, wanted, ratio=ratio)
@@ -427,7 +418,11 @@ class Directions:
     def read_spectrum(self, name: str) -> Tensor:  # (s,)
         """The energy of each input direction; that of the earlier ones is summed up in the first."""
         file, num_earlier = self.files.get(name), self.num_earlier.get(name, 0)
-        free = torch.zeros(0, dtype=torch.float64) if file is None else read_subspace(file)["singular_values"].square()
+        free = (
+            torch.zeros(0, dtype=torch.float64)
+            if file is None
+            else osft_subspaces.read_subspace(file)["singular_values"].square()
+        )
         if num_earlier == 0:
             return free
         carried = torch.zeros(num_earlier, dtype=torch.float64)

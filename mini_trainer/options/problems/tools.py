@@ -4,24 +4,13 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mini_trainer.options import RowOptions, flag_name, parse_named_values, parse_shard
+from mini_trainer.options import RowOptions, flag_name, parse_named_values, parse_shard, tools
 from mini_trainer.options.problems.choices import find_unpaired
 from mini_trainer.options.problems.finding import list_changed, list_row_sources
-from mini_trainer.options.tools import (
-    BoardOptions,
-    ContinualOptions,
-    EngineOptions,
-    EvaluateOptions,
-    GenerateOptions,
-    PlotOptions,
-    ProcessDataOptions,
-    SamplingOptions,
-    ScoreDataOptions,
-)
 from mini_trainer.options.urls import hide_credentials, is_url
 
 
-def find_data_problems(o: ProcessDataOptions) -> list[str]:
+def find_data_problems(o: tools.ProcessDataOptions) -> list[str]:
     """Problems with the options of process_data.py."""
     problems = []
     if Path(o.output_file).suffix not in (".arrow", ".parquet", ".jsonl"):
@@ -49,7 +38,7 @@ def find_data_problems(o: ProcessDataOptions) -> list[str]:
     return problems
 
 
-def find_content_problems(o: ProcessDataOptions) -> list[str]:
+def find_content_problems(o: tools.ProcessDataOptions) -> list[str]:
     """Problems with the options of `ContentOptions`."""
     given = [flag_name(name) for name in list_changed(o.contents)]
     if given and (o.rows.mock_data is not None or o.rows.format == "classification"):
@@ -142,7 +131,7 @@ def find_classification_problems(o: RowOptions) -> list[str]:
     return problems
 
 
-def find_plot_problems(o: PlotOptions) -> list[str]:
+def find_plot_problems(o: tools.PlotOptions) -> list[str]:
     """Problems with the options of mini-trainer plot-metrics."""
     problems = [] if o.runs else ["no run is given: give the --output-dir of one or more runs"]
     if o.output is None:
@@ -155,7 +144,7 @@ def find_plot_problems(o: PlotOptions) -> list[str]:
     return problems
 
 
-def find_board_problems(o: BoardOptions) -> list[str]:
+def find_board_problems(o: tools.BoardOptions) -> list[str]:
     """Problems with the options of mini-trainer board."""
     given = len(o.folder)
     problems = [] if given == 1 else [f"{given} directories are given: give one, with runs in it, such as their parent"]
@@ -164,7 +153,7 @@ def find_board_problems(o: BoardOptions) -> list[str]:
     return problems
 
 
-def find_generate_problems(o: GenerateOptions) -> list[str]:
+def find_generate_problems(o: tools.GenerateOptions) -> list[str]:
     """Problems with the options of generate.py."""
     problems = [*find_engine_problems(o.engines), *find_sampling_problems(o.sampling)]
     if o.prompts and o.output is None:
@@ -180,7 +169,7 @@ def find_generate_problems(o: GenerateOptions) -> list[str]:
     return problems
 
 
-def find_engine_problems(o: EngineOptions) -> list[str]:
+def find_engine_problems(o: tools.EngineOptions) -> list[str]:
     """Problems with engine options: for a different engine than the chosen one, or out of range."""
     problems = []
     try:
@@ -194,7 +183,7 @@ def find_engine_problems(o: EngineOptions) -> list[str]:
             "--base-url: expected http:// or https://, a host, and no query (?...), which the client would not send:"
             " put keys in the environment variable that --api-key-env names"
         )
-    is_named = o.api_key_env != EngineOptions.api_key_env
+    is_named = o.api_key_env != tools.EngineOptions.api_key_env
     if o.engine == "openai" and is_named and o.api_key_env not in os.environ:  # it may be the key itself
         problems.append("--api-key-env: the environment has no such variable; give a variable's name, not the key")
     return problems
@@ -212,14 +201,14 @@ def is_address(text: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
 
 
-def find_sampling_problems(o: SamplingOptions) -> list[str]:
+def find_sampling_problems(o: tools.SamplingOptions) -> list[str]:
     """Problems with sampling options: out of range, or without effect on greedy decoding."""
     if o.temperature == 0 and (o.top_p is not None or o.top_k is not None or o.num_samples > 1 or o.seed != 0):
         return ["--top-p, --top-k, --seed and --num-samples have no effect at --temperature 0, which decodes greedily"]
     return []
 
 
-def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
+def find_evaluate_problems(o: tools.EvaluateOptions) -> list[str]:
     """Problems with the options of evaluate_model.py."""
     problems = [*find_engine_problems(o.engines), *find_sampling_problems(o.sampling)]
     if not o.model and o.run is None:
@@ -235,7 +224,7 @@ def find_evaluate_problems(o: EvaluateOptions) -> list[str]:
     return problems
 
 
-def find_score_problems(o: ScoreDataOptions) -> list[str]:
+def find_score_problems(o: tools.ScoreDataOptions) -> list[str]:
     """Problems with the options of mini-trainer score-data."""
     problems = [] if o.data_path else ["no data is given: give tokenized data sets with --data-path"]
     if len(set(o.data_path)) < len(o.data_path):
@@ -244,14 +233,14 @@ def find_score_problems(o: ScoreDataOptions) -> list[str]:
     if not o.name or not all(letter.isalnum() or letter in "-_" for letter in o.name):
         problems.append(f"--name {o.name!r}: may have only letters, digits, - and _, as it becomes part of a file name")
     server = {"base_url": o.base_url, "api_key_env": o.api_key_env, "concurrency": o.concurrency}
-    engine = EngineOptions(engine=o.engine, **server)
+    engine = tools.EngineOptions(engine=o.engine, **server)
     problems += find_engine_problems(engine)
     if o.engine == "openai" and o.temperature != 1:
         problems.append(f"--temperature {o.temperature}: a server's log-probabilities are those at temperature 1")
     return problems
 
 
-def find_continual_problems(o: ContinualOptions) -> list[str]:
+def find_continual_problems(o: tools.ContinualOptions) -> list[str]:
     """Problems with the options of mini-trainer continual."""
     if o.compare:
         problems = ["--output-dir has no effect with --compare: give --output"] if o.output_dir is not None else []

@@ -26,25 +26,9 @@ from mini_trainer.model.sharding import (
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.options import ComputeOptions, flag_name, replace_options
 from mini_trainer.options.doors import CHECKPOINTING
-from mini_trainer.run.auto_settings import (
-    NUM_BATCHES,
-    Probe,
-    Room,
-    choose_mode,
-    count_useful_tokens,
-    find_room,
-    has_room_gathered,
-    refuse_longest,
-)
+from mini_trainer.run import auto_settings
 from mini_trainer.run.inputs import Errors, RunInputs
-from mini_trainer.run.plan.simulation import (
-    Load,
-    PlannedModel,
-    Ranks,
-    StepMemory,
-    lay_out_model,
-    simulate_step,
-)
+from mini_trainer.run.plan import simulation
 from mini_trainer.run.step import StepOptions
 from mini_trainer.sampler import RunPosition
 
@@ -74,7 +58,7 @@ class Findings:
 class Target:
     """The machine to plan for."""
 
-    ranks: Ranks
+    ranks: simulation.Ranks
     device: torch.device
     name: str
     peak_flops: float | None
@@ -111,7 +95,7 @@ class PlannedRun:
     inputs: RunInputs
     start: RunPosition
     make_method: Callable[[], Method]  # for another model than the inputs'
-    model: PlannedModel | None
+    model: simulation.PlannedModel | None
     reference: PlannedReference | None = None  # None also if the objective has none
     teacher: PlannedTeacher | None = None  # one that reads each micro-batch
 
@@ -228,10 +212,10 @@ def plan_memory(
 def pack_run(options: StepOptions, target: Target, run: PlannedRun) -> Packing:
     """Packs the run's next batches."""
     num_steps = run.inputs.num_steps
-    num_left = NUM_BATCHES if num_steps is None else num_steps - run.start.step
+    num_left = auto_settings.NUM_BATCHES if num_steps is None else num_steps - run.start.step
     return pack_batches(
         run.inputs.data,
-        itertools.islice(run.inputs.draw_batches(run.start), max(1, min(NUM_BATCHES, num_left))),
+        itertools.islice(run.inputs.draw_batches(run.start), max(1, min(auto_settings.NUM_BATCHES, num_left))),
         run.model.flops,
         run.inputs.objective,
         world_size=target.ranks.num_rows,
@@ -246,7 +230,7 @@ def settle_mode(options: StepOptions) -> StepOptions:
     return replace_options(options, activation_checkpointing=CHECKPOINTING[-1])
 
 
-def describe_model(options: StepOptions, model: PlannedModel, findings: Findings) -> None:
+def describe_model(options: StepOptions, model: simulation.PlannedModel, findings: Findings) -> None:
     dtype = str(model.meta.compute_dtype).removeprefix("torch.")
     resharding = [f"{flag_name(name)} {value}" for name, value in list_resharding(options.sharding).items()]
     findings.lines.append(
@@ -293,15 +277,15 @@ def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, 
         return options
     data = run.inputs.data
     batches = run.inputs.draw_batches(run.start)
-    longest, most = count_useful_tokens(data, batches, world_size=target.ranks.num_rows)
+    longest, most = auto_settings.count_useful_tokens(data, batches, world_size=target.ranks.num_rows)
     least, enough = longest, max(longest, min(most, ENOUGH_TOKENS))
     num_sharing = target.ranks.num_sharing or 1
     if given != "auto":
         least = most = enough = max(longest, min(most, given * num_sharing))
 
-    def find(mode: str) -> Room:
+    def find(mode: str) -> auto_settings.Room:
         settled = replace_options(options, activation_checkpointing=mode)
-        return find_room(
+        return auto_settings.find_room(
             lambda num_tokens: probe_by_simulation(settled, target, run, num_tokens=num_tokens),
             first=most,
             least=least,
@@ -309,24 +293,28 @@ def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, 
             plenty=0.0,
         )
 
-    mode, room = choose_mode(find, CHECKPOINTING if mode == "auto" else (mode,), enough=enough, is_timed=False)
+    mode, room = auto_settings.choose_mode(
+        find, CHECKPOINTING if mode == "auto" else (mode,), enough=enough, is_timed=False
+    )
     cap = given
     if given == "auto":
         cap = -(-(room.num_tokens or longest) // num_sharing)
         if room.num_tokens == 0:
-            findings.add_problem(refuse_longest(data, room))
+            findings.add_problem(auto_settings.refuse_longest(data, room))
     weights_bytes = count_gathered_bytes(meta.model, meta.compute_dtype)
-    has_room = is_whole or has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
+    has_room = is_whole or auto_settings.has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
     resharding = choose_resharding(options.sharding, has_room=has_room)
     return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap, **resharding)
 
 
-def probe_by_simulation(options: StepOptions, target: Target, run: PlannedRun, *, num_tokens: int) -> Probe:
+def probe_by_simulation(
+    options: StepOptions, target: Target, run: PlannedRun, *, num_tokens: int
+) -> auto_settings.Probe:
     """Simulates a step of micro-batches of `num_tokens`, every one trained."""
-    load = Load(num_tokens, num_tokens, longest=run.inputs.data.longest_sequence, accumulates=True)
+    load = simulation.Load(num_tokens, num_tokens, longest=run.inputs.data.longest_sequence, accumulates=True)
     memory = simulate(options, target, run, load)
     needed = target.base + memory.total
-    return Probe(
+    return auto_settings.Probe(
         tokens=num_tokens,
         bytes=needed,
         activation_bytes=memory.peak["activations"],
@@ -335,14 +323,14 @@ def probe_by_simulation(options: StepOptions, target: Target, run: PlannedRun, *
     )
 
 
-def simulate_packing(options: StepOptions, target: Target, run: PlannedRun, packing: Packing) -> StepMemory:
+def simulate_packing(options: StepOptions, target: Target, run: PlannedRun, packing: Packing) -> simulation.StepMemory:
     """A step with the largest micro-batch there is, and the most trained tokens."""
     accumulates = bool(packing.num_micro_batches.max() > 1)
     return simulate(
         options,
         target,
         run,
-        Load(
+        simulation.Load(
             packing.num_tokens,
             packing.num_trained,
             run.inputs.data.longest_sequence,
@@ -352,14 +340,16 @@ def simulate_packing(options: StepOptions, target: Target, run: PlannedRun, pack
     )
 
 
-def simulate(options: StepOptions, target: Target, run: PlannedRun, load: Load) -> StepMemory:
+def simulate(options: StepOptions, target: Target, run: PlannedRun, load: simulation.Load) -> simulation.StepMemory:
     compute, inputs = simulated_compute(options.compute, target, run.inputs), run.inputs
-    memory = simulate_step(options, lay_out_model(options, inputs, compute, run.make_method()), load, target.ranks)
+    memory = simulation.simulate_step(
+        options, simulation.lay_out_model(options, inputs, compute, run.make_method()), load, target.ranks
+    )
     memory.peak["teacher"] = 0 if run.teacher is None else run.teacher.num_bytes
     return memory
 
 
-def describe_memory(target: Target, packing: Packing, memory: StepMemory, findings: Findings) -> None:
+def describe_memory(target: Target, packing: Packing, memory: simulation.StepMemory, findings: Findings) -> None:
     base, lines, num_sharing = target.base, findings.lines, target.ranks.num_sharing
     seen = f"; a teacher reads {packing.num_seen:,} beside one" if packing.num_seen else ""
     shared = "" if num_sharing is None else f"; {num_sharing} ranks share it, and have an equal part each"
@@ -378,7 +368,7 @@ def describe_memory(target: Target, packing: Packing, memory: StepMemory, findin
         lines.append(f"  {'inputs of blocks, in CPU memory':<48}{memory.offloaded / GIB:9.3f} GiB")
 
 
-def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None:
+def check_memory(target: Target, memory: simulation.StepMemory, findings: Findings) -> None:
     needed = target.base + memory.total
     if target.limit is None:
         findings.lines.append("  give --memory-budget-gb to check whether that fits")
@@ -390,7 +380,7 @@ def check_memory(target: Target, memory: StepMemory, findings: Findings) -> None
         )
 
 
-def check_reference_memory(target: Target, run: PlannedRun, memory: StepMemory, findings: Findings) -> None:
+def check_reference_memory(target: Target, run: PlannedRun, memory: simulation.StepMemory, findings: Findings) -> None:
     """Adds the memory of a separate reference model while it scores next to the model, before the optimizer's state
     exists; a problem if that does not fit."""
     if run.reference is None or not run.reference.num_bytes:

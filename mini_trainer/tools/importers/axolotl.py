@@ -6,17 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.rows.files import ENDINGS, data_ending
-from mini_trainer.tools.importers.conversion import (
-    IMAGES,
-    Conversion,
-    Trainer,
-    add_sources,
-    find_message_format,
-    name_columns,
-    name_hub_rows,
-    read_names,
-    set_template,
-)
+from mini_trainer.tools.importers import conversion
 
 # Plugins that only change speed or logging; any other may change the training signal.
 PLUGINS = re.compile(r"integrations\.(cut_cross_entropy|liger|kernels|expert_parallel|swanlab)\.")
@@ -42,7 +32,7 @@ AS_HERE = ("ds_type", "roles_to_train", "train_on_eos", "train_on_eot", "trust_r
 ASSISTANT = {"assistant", "gpt", "model"}
 
 
-def prepare(to: Conversion) -> None:
+def prepare(to: conversion.Conversion) -> None:
     given = to.given
     if given.get("max_packed_sequence_len"):
         given.setdefault("sample_packing", True)
@@ -84,9 +74,9 @@ def prepare(to: Conversion) -> None:
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "apo_zero": "apo-zero"}
 
 
-def settle_losses(to: Conversion, key: str, weights_key: str) -> None:
+def settle_losses(to: conversion.Conversion, key: str, weights_key: str) -> None:
     """Losses by TRL's names: one with a reference, alone or with "sft"; `weights_key` has their weights."""
-    names = read_names(key, to.given.pop(key))
+    names = conversion.read_names(key, to.given.pop(key))
     weights = to.get(weights_key, default=[1] * len(names))
     by_name = dict(zip(names, weights, strict=False)) if isinstance(weights, list) else {}
     nll = by_name.pop("sft", None)
@@ -101,23 +91,23 @@ def settle_losses(to: Conversion, key: str, weights_key: str) -> None:
         to.set(key, preference_nll_weight=nll)
 
 
-def read_data(to: Conversion) -> None:
+def read_data(to: conversion.Conversion) -> None:
     """The data sets, each with its type, and the chat template."""
     value = to.get("datasets", "pretraining_dataset", default=[])
     listed = value if isinstance(value, list) else [value]
     entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in listed]
     if to.get("processor_type"):
-        raise ValueError(f"processor_type: {IMAGES}")
-    set_template(to, "chat_template_jinja")
+        raise ValueError(f"processor_type: {conversion.IMAGES}")
+    conversion.set_template(to, "chat_template_jinja")
     to.data |= choose_template(to, to.get("chat_template"))
     if arguments := to.get("chat_template_kwargs"):
         words = [f"{name}={json.dumps(argument)}" for name, argument in arguments.items()]
         to.set("chat_template_kwargs", template_args=words)
     key = "pretraining_dataset" if to.get("pretraining_dataset") and not to.get("datasets") else "datasets"
-    add_sources(to, key, [read_entry(to, dict(entry), key) for entry in entries])
+    conversion.add_sources(to, key, [read_entry(to, dict(entry), key) for entry in entries])
 
 
-def choose_template(to: Conversion, name: Any) -> dict[str, Any]:
+def choose_template(to: conversion.Conversion, name: Any) -> dict[str, Any]:
     """The option for a chat template by its name."""
     if name in TEMPLATES:
         return {"chat_template": name}
@@ -126,12 +116,12 @@ def choose_template(to: Conversion, name: Any) -> dict[str, Any]:
     return {}
 
 
-def read_entry(to: Conversion, rest: dict[str, Any], key: str) -> dict[str, Any]:
+def read_entry(to: conversion.Conversion, rest: dict[str, Any], key: str) -> dict[str, Any]:
     """Options of process_data.py for one data set."""
     source = read_place(rest)
     kind = rest.pop("type", None)
     if to.row_format is not None:
-        find_message_format(*pop_message_keys(rest))
+        conversion.find_message_format(*pop_message_keys(rest))
         source |= choose_template(to, rest.pop("chat_template", None)) | read_preferences(to, rest, kind)
     elif key == "pretraining_dataset" or kind == "completion":
         source |= read_documents(to, rest, kind)
@@ -160,10 +150,10 @@ def read_place(rest: dict[str, Any]) -> dict[str, Any]:
     chosen = {option: str(rest.pop(option)).strip() for option in ("split", "revision") if rest.get(option)}
     if chosen.get("split") == "train":
         del chosen["split"]
-    return name_hub_rows(path, name) | chosen
+    return conversion.name_hub_rows(path, name) | chosen
 
 
-def read_texts(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any]:
+def read_texts(to: conversion.Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any]:
     """Options for the form of rows of texts, by the data set's type."""
     if kind in ALPACA:
         to.note("datasets", f"type {kind} writes its own prompt; here prompts go through the chat template")
@@ -171,12 +161,12 @@ def read_texts(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any
     if kind == "sharegpt":
         rest.pop("conversation", None)
         field = rest.pop("field_messages", "conversations")
-        return {"format": "sharegpt"} | name_columns(messages=(field, ("conversations",)))
+        return {"format": "sharegpt"} | conversion.name_columns(messages=(field, ("conversations",)))
     if kind != "chat_template":
         given = "none" if kind is None else "that is custom (a mapping)" if isinstance(kind, dict) else repr(kind)
         allowed = ", ".join(("chat_template", "completion", "sharegpt", *ALPACA))
         raise ValueError(f"type {given} of a data set is not known here: {allowed} are")
-    data_format, own = find_message_format(*pop_message_keys(rest))
+    data_format, own = conversion.find_message_format(*pop_message_keys(rest))
     # Only the assistant's turns, with their ends, are trained here.
     roles = rest.get("roles_to_train")
     if roles is not None and not (isinstance(roles, list) and all(role in ASSISTANT for role in map(str, roles))):
@@ -188,10 +178,10 @@ def read_texts(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any
         to.note("datasets", "system messages stay")
     field = rest.pop("field_messages", "messages")
     template = choose_template(to, rest.pop("chat_template", None))
-    return {"format": data_format} | template | name_columns(messages=(field, (own,)))
+    return {"format": data_format} | template | conversion.name_columns(messages=(field, (own,)))
 
 
-def read_documents(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any]:
+def read_documents(to: conversion.Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any]:
     """Texts that are trained on as a whole."""
     if kind not in ("completion", "pretrain", None):
         raise ValueError(f"type {kind!r} of documents is not known here: completion and pretrain are")
@@ -199,10 +189,10 @@ def read_documents(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[str,
     length = to.get_number("sequence_len", default=512)
     to.note("datasets", f"texts are joined and cut into blocks of {length} tokens; there each text begins a block")
     source = {"format": "document", "block_size": length, "max_sample_num_tokens": None}
-    return source | name_columns(text=(field, ("text", "document")))
+    return source | conversion.name_columns(text=(field, ("text", "document")))
 
 
-def read_preferences(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any]:
+def read_preferences(to: conversion.Conversion, rest: dict[str, Any], kind: Any) -> dict[str, Any]:
     """Options of process_data.py for a data set of answers that are compared, by its type."""
     known = COMPARED_TYPES[to.objective]
     if kind is not None and kind not in known:
@@ -216,7 +206,9 @@ def read_preferences(to: Conversion, rest: dict[str, Any], kind: Any) -> dict[st
     columns = {part: (rest.pop(f"field_{part}", part), (part,)) for part in ("chosen", "rejected")}
     if kind in ("chat_template", "chat_template.default"):
         columns["prompt"] = (rest.pop("field_messages", "messages"), ("messages", "conversations"))
-    return ({"chat_template": template} if template in ("chatml", "llama3") else {}) | name_columns(**columns)
+    return ({"chat_template": template} if template in ("chatml", "llama3") else {}) | conversion.name_columns(
+        **columns
+    )
 
 
 def pop_message_keys(rest: dict[str, Any]) -> tuple[str, str]:
@@ -228,7 +220,7 @@ def pop_message_keys(rest: dict[str, Any]) -> tuple[str, str]:
     return role, rest.pop("message_field_content", None) or mapping.get("content", "content")
 
 
-AXOLOTL = Trainer(
+AXOLOTL = conversion.Trainer(
     batch=("micro_batch_size", 1),
     length=("sequence_len", 512),
     epochs=("num_epochs", 1),

@@ -4,15 +4,8 @@ and RewardConfig), and their data sets. Their files do not name the trainer."""
 from dataclasses import replace
 from typing import Any
 
+from mini_trainer.tools.importers import conversion
 from mini_trainer.tools.importers.axolotl import settle_losses
-from mini_trainer.tools.importers.conversion import (
-    Conversion,
-    Trainer,
-    add_sources,
-    name_hub_rows,
-    read_number,
-    set_template,
-)
 
 DATA_KEYS = (
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_mixture", "datasets", "dataset_mixer"),
@@ -20,7 +13,7 @@ DATA_KEYS = (
 )
 
 
-def prepare(to: Conversion) -> None:
+def prepare(to: conversion.Conversion) -> None:
     if "max_seq_length" in to.given:
         to.given.setdefault("max_length", to.given["max_seq_length"])
     if to.name == "trl":
@@ -32,7 +25,7 @@ def prepare(to: Conversion) -> None:
         settle_simpo(to)
 
 
-def settle_simpo(to: Conversion) -> None:
+def settle_simpo(to: conversion.Conversion) -> None:
     """ "alphapo" is short for simpo without the likelihood; the SimPO paper's own trainer has gamma_beta_ratio and
     sft_weight in place of simpo_gamma and cpo_alpha."""
     given = to.given
@@ -41,18 +34,18 @@ def settle_simpo(to: Conversion) -> None:
         loss, given["cpo_alpha"] = "simpo", 0
     if "gamma_beta_ratio" in given and loss == "sigmoid":
         beta = given.setdefault("beta", 2.0)
-        ratio = read_number("gamma_beta_ratio", given.pop("gamma_beta_ratio"))
-        loss, given["simpo_gamma"] = "simpo", ratio * read_number("beta", beta)
+        ratio = conversion.read_number("gamma_beta_ratio", given.pop("gamma_beta_ratio"))
+        loss, given["simpo_gamma"] = "simpo", ratio * conversion.read_number("beta", beta)
         given["cpo_alpha"] = given.pop("sft_weight", 0)
     if loss != "simpo":
         raise ValueError(f"loss_type: CPO's loss {loss!r}, without a reference, is not supported: simpo is")
     to.set("loss_type", preference_loss="simpo")
 
 
-def read_data(to: Conversion) -> None:
+def read_data(to: conversion.Conversion) -> None:
     """One data set of the hub with its configuration and its split, or several with their shares of rows."""
-    set_template(to, "chat_template")
-    set_template(to, "chat_template_path")
+    conversion.set_template(to, "chat_template")
+    conversion.set_template(to, "chat_template_path")
     mixture, mixer = to.get("dataset_mixture", "datasets"), to.get("dataset_mixer")
     if isinstance(mixer, dict):  # the older mixture: names with shares, and a list of splits for training and testing
         splits = [split for split in to.get("dataset_splits", default=["train"]) if "train" in str(split)] or ["train"]
@@ -63,33 +56,33 @@ def read_data(to: Conversion) -> None:
     if mixture is not None:
         read_mixture(to, mixture)
     elif name := to.get("dataset_name"):
-        source = name_hub_rows(str(name), to.get("dataset_config"), split=to.get("dataset_train_split"))
-        add_sources(to, "dataset_name", [source])
+        source = conversion.name_hub_rows(str(name), to.get("dataset_config"), split=to.get("dataset_train_split"))
+        conversion.add_sources(to, "dataset_name", [source])
 
 
-def read_mixture(to: Conversion, mixture: dict[str, Any]) -> None:
+def read_mixture(to: conversion.Conversion, mixture: dict[str, Any]) -> None:
     sources = []
     for entry in mixture["datasets"]:
         name, split = entry.get("id") or entry["path"], str(entry.get("split") or "train").strip()
-        source = name_hub_rows(name, entry.get("config", entry.get("name")), split=split)
-        weight = read_number("weight", 1 if entry.get("weight") is None else entry["weight"])
+        source = conversion.name_hub_rows(name, entry.get("config", entry.get("name")), split=split)
+        weight = conversion.read_number("weight", 1 if entry.get("weight") is None else entry["weight"])
         if weight != 1:  # becomes a slice of the split
             if not 0 < weight < 1 or "[" in split or not (weight * 100).is_integer():
                 raise ValueError(f"weight {weight} of {name}: must be whole percents up to 1")
             to.note("dataset_mixture", f"of {name} the first {weight:.0%}, there as many at random")
             source["split"] = f"{split}[:{round(weight * 100)}%]"
         sources.append(source)
-    size = read_number("test_split_size", mixture.get("test_split_size") or 0)
+    size = conversion.read_number("test_split_size", mixture.get("test_split_size") or 0)
     if 0 < size < 1:
         to.set("dataset_mixture", validation_share=size)
     elif size:
         to.note("dataset_mixture", f"validation_share is a share, given test_split_size {size}")
-    add_sources(to, "dataset_mixture", sources)
+    conversion.add_sources(to, "dataset_mixture", sources)
 
 
 DEFAULTS = {"lr_scheduler": "linear", "adam_beta2": 0.999, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05,
             "lora_target_modules": ("q_proj", "v_proj")}  # fmt: skip
-SFT = Trainer(
+SFT = conversion.Trainer(
     batch=("per_device_train_batch_size", 8),
     length=("max_length", 1024),
     epochs=("num_train_epochs", 3),

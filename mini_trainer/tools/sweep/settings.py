@@ -10,20 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_trainer.options import PRESETS, TRAINING_DATA, TrainOptions, group_options, list_preset_values
+from mini_trainer.options import PRESETS, TRAINING_DATA, TrainOptions, group_options, list_preset_values, option_files
 from mini_trainer.options.fields import option
-from mini_trainer.options.option_files import (
-    convert_each,
-    convert_known,
-    list_missing,
-    make_settings,
-    name_values,
-    naming_place,
-    parse_value,
-    read_option_file,
-    read_options,
-    refuse,
-)
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.urls import is_url
 
@@ -111,36 +99,36 @@ class SweepSettings:
 
 def read_settings(path: Path, *, output_dir: str | None = None) -> SweepSettings:
     """Reads and checks a YAML file; `output_dir` replaces its own. One ValueError for all problems, with the keys."""
-    given = read_option_file(path, named=str(path))
+    given = option_files.read_option_file(path, named=str(path))
     readers = {"train": read_train, "parameters": read_parameters}
-    with naming_place(str(path)):
-        given = name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
+    with option_files.naming_place(str(path)):
+        given = option_files.name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
         if given.get("search") == "halving":
             raise ValueError(
                 "search: halving: is not supported; use search: random with num_trials, fewer max_steps for all trials,"
                 " and a second sweep of the best ones"
             )
-        settings = make_settings(given, SweepSettings, readers)
-        names, own = [one.name for one in settings.parameters], name_values(given["train"])
+        settings = option_files.make_settings(given, SweepSettings, readers)
+        names, own = [one.name for one in settings.parameters], option_files.name_values(given["train"])
         problems = [f"{name}: in train and in parameters; give one of them" for name in names if name in own]
         shared = {name: value for name, value in settings.train.items() if name not in names}  # files are overridden
         settings = dataclasses.replace(settings, train=shared)
-        refuse(problems + find_setting_problems(settings))
+        option_files.refuse(problems + find_setting_problems(settings))
     return settings
 
 
 def read_train(given: Any) -> Values:
     """The options that all trials share: of `config`, of `preset`, and the file's own, which win over both."""
-    values, of_files = name_values(given), {}
-    for path in parse_value("config", values.pop("config", []), TrainOptions):
-        of_file = name_values(read_option_file(Path(path), named=f"config: {path}"))
+    values, of_files = option_files.name_values(given), {}
+    for path in option_files.parse_value("config", values.pop("config", []), TrainOptions):
+        of_file = option_files.name_values(option_files.read_option_file(Path(path), named=f"config: {path}"))
         of_file.pop("output_dir", None)  # as a flag would win over it, the trial's own directory does
         of_files |= of_file
     merged = of_files | values
     preset = merged.pop("preset", None)
     if preset is not None and str(preset) not in PRESETS:  # it may be a list
         raise ValueError(f"preset: given {preset!r}, allowed: {', '.join(PRESETS)}")
-    values = read_options(merged, TrainOptions, RESERVED)
+    values = option_files.read_options(merged, TrainOptions, RESERVED)
     return list_preset_values(preset, values) | values
 
 
@@ -148,16 +136,18 @@ def read_parameters(given: Any) -> tuple[Parameter, ...]:
     """The options that differ between trials; ValueError if there are none."""
     if not given:
         raise ValueError(f"given {given!r}, allowed: 'option: [value, ...]' or 'option: {{low: ..., high: ...}}' lines")
-    return tuple(read_options(given, TrainOptions, RESERVED, parse=read_parameter).values())
+    return tuple(option_files.read_options(given, TrainOptions, RESERVED, parse=read_parameter).values())
 
 
 def read_parameter(name: str, given: Any, options_class: type) -> Parameter:
     if isinstance(given, dict):
-        with naming_place(name):
+        with option_files.naming_place(name):
             return read_range(name, given, options_class)
     if not isinstance(given, list) or len(given) < 2:
         raise ValueError(f"{name}: given {given!r}, allowed: a list of several values, or {{low: ..., high: ...}}")
-    values = convert_each(dict(enumerate(given)), lambda _, value: parse_value(name, value, options_class)).values()
+    values = option_files.convert_each(
+        dict(enumerate(given)), lambda _, value: option_files.parse_value(name, value, options_class)
+    ).values()
     if len(set(map(repr, values))) < len(values):
         raise ValueError(f"{name}: given {given!r}, in which a value is repeated")
     return Parameter(name=name, choices=tuple(values))
@@ -165,9 +155,13 @@ def read_parameter(name: str, given: Any, options_class: type) -> Parameter:
 
 def read_range(name: str, given: dict[Any, Any], options_class: type) -> Parameter:
     def read(key: str, value: Any) -> Any:
-        return parse_value(key, value, Parameter) if key == "log" else parse_value(name, value, options_class)
+        return (
+            option_files.parse_value(key, value, Parameter)
+            if key == "log"
+            else option_files.parse_value(name, value, options_class)
+        )
 
-    found = convert_known(given, KEYS_OF_RANGE, read)
+    found = option_files.convert_known(given, KEYS_OF_RANGE, read)
     missing = [key for key in ("low", "high") if key not in found]
     if missing:
         raise ValueError(f"{', '.join(missing)}: required; or give a list of values")
@@ -265,7 +259,7 @@ def check_trials(settings: SweepSettings, trials: Sequence[Values]) -> None:
 
 def find_trial_problems(options: Values) -> list[str]:
     complete = {"output_dir": "D"} | options
-    missing = list_missing(TrainOptions, complete)
+    missing = option_files.list_missing(TrainOptions, complete)
     if missing:
         return [f"train: {', '.join(missing)}: required"]
     grouped = group_options(TrainOptions, **complete)
@@ -296,8 +290,8 @@ def list_files(settings: SweepSettings, trials: Sequence[Values]) -> list[Path]:
     for values in trials:
         options = settings.options_of(values)
         named |= {path: name for name in FILE_OPTIONS for path in options.get(name, ()) if path != TRAINING_DATA}
-    refuse(f"{name} {path}: must be local for a sweep" for path, name in named.items() if is_url(path))
-    refuse(f"{name}: {path} does not exist" for path, name in named.items() if not Path(path).exists())
+    option_files.refuse(f"{name} {path}: must be local for a sweep" for path, name in named.items() if is_url(path))
+    option_files.refuse(f"{name}: {path} does not exist" for path, name in named.items() if not Path(path).exists())
     return [Path(path) for path in named]
 
 

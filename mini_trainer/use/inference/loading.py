@@ -18,18 +18,7 @@ from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.messages import say_note, shows_progress
 from mini_trainer.model.config import load_generation_file, read_config
 from mini_trainer.model.fingerprints import fingerprint_model
-from mini_trainer.model.methods.adapter_files import (
-    ADAPTER_CONFIG,
-    TOKENIZER_CONFIG,
-    add_adapter,
-    check_adapter,
-    find_base,
-    find_beside,
-    hash_adapter,
-    is_adapter,
-    read_generation_config,
-    verify_adapter,
-)
+from mini_trainer.model.methods import adapter_files
 from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.run.file_names import BEST, EXPORTS_DIR, LATEST, PARAMS_FILE
@@ -50,18 +39,18 @@ class FoundModel:
     @property
     def generation_dir(self) -> Path:
         """Directory whose generation_config.json applies, if it has one: the adapter's own, or the model's."""
-        return find_beside(self.adapter, GENERATION) or Path(self.directory)
+        return adapter_files.find_beside(self.adapter, GENERATION) or Path(self.directory)
 
     @property
     def tokenizer_dir(self) -> Path:
         """Directory of the tokenizer and its chat template: the adapter's own, or the model's."""
-        return find_beside(self.adapter, TOKENIZER_CONFIG) or Path(self.directory)
+        return adapter_files.find_beside(self.adapter, adapter_files.TOKENIZER_CONFIG) or Path(self.directory)
 
     @property
     def classifies(self) -> str | None:
         """A classifier's objective, according to its config or its adapter; None for other models."""
         if self.adapter is not None:
-            task = read_object(self.adapter / ADAPTER_CONFIG).get("task_type")
+            task = read_object(self.adapter / adapter_files.ADAPTER_CONFIG).get("task_type")
             return {"SEQ_CLS": SEQUENCES, "TOKEN_CLS": TOKENS}.get(task)
         endings = {"ForSequenceClassification": SEQUENCES, "ForTokenClassification": TOKENS}
         found = [endings[end] for name in self.config.architectures or () for end in endings if name.endswith(end)]
@@ -71,7 +60,7 @@ class FoundModel:
         """Checks its files against the hashes recorded at their export; ValueError for other weights."""
         verify_weights(self.directory, say_note)
         if self.adapter is not None:
-            verify_adapter(self.adapter, say_note)
+            adapter_files.verify_adapter(self.adapter, say_note)
 
     def identify(self) -> dict[str, Any]:
         """Identity by content: names, and digests of config, weights, tokenizer and generation defaults."""
@@ -81,7 +70,7 @@ class FoundModel:
         generation = self.generation_dir / GENERATION
         identity |= {"generation_config": hash_file(generation)["sha256"] if generation.is_file() else None}
         if self.adapter is not None:
-            identity |= {"adapter": str(self.adapter), "adapter_sha256": hash_adapter(self.adapter)}
+            identity |= {"adapter": str(self.adapter), "adapter_sha256": adapter_files.hash_adapter(self.adapter)}
         return identity
 
 
@@ -96,18 +85,18 @@ def find_answering_model(
     """Finds the model of `flag`, with its adapter if any. ValueError or OSError for errors that a user can fix."""
     name = find_in_run(name, flag=flag)
     base_name, adapter_dir = name, None if adapter is None else Path(adapter)
-    if adapter is None and is_adapter(Path(name)):
+    if adapter is None and adapter_files.is_adapter(Path(name)):
         adapter_dir = Path(name)
-        base_name, revision = find_base(adapter_dir, flag=flag)
+        base_name, revision = adapter_files.find_base(adapter_dir, flag=flag)
     if adapter_dir is not None:
-        check_adapter(adapter_dir, flag=flag if adapter is None else "--adapter")
+        adapter_files.check_adapter(adapter_dir, flag=flag if adapter is None else "--adapter")
     base_flag = flag if base_name == name else f"{flag} {name}: its base model"
     directory = find_model(base_name, revision=revision, trust_remote_code=trust_remote_code, flag=base_flag)
     find_weights(base_name, directory)
     config = read_config(directory, flag=base_flag, trust_remote_code=trust_remote_code)
-    tokenizer_dir = find_beside(adapter_dir, TOKENIZER_CONFIG) or directory
+    tokenizer_dir = adapter_files.find_beside(adapter_dir, adapter_files.TOKENIZER_CONFIG) or directory
     tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code, flag=flag)
-    read_generation_config(adapter_dir)  # refused here if it cannot be used
+    adapter_files.read_generation_config(adapter_dir)  # refused here if it cannot be used
     return FoundModel(name, base_name, directory, adapter_dir, config, tokenizer, trust_remote_code)
 
 
@@ -170,9 +159,9 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
         raise ValueError(f"--model {found.name}: the weights do not fit the config: {'; '.join(problems)}")
     check_num_rows(found, model.get_input_embeddings().weight.shape[0])
     if found.adapter is not None:
-        model.generation_config = read_generation_config(found.adapter) or model.generation_config
+        model.generation_config = adapter_files.read_generation_config(found.adapter) or model.generation_config
         try:
-            model = add_adapter(model, found.adapter)
+            model = adapter_files.add_adapter(model, found.adapter)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             problem = f"--adapter {found.adapter}: does not fit the model: {str(error).splitlines()[0]}"
             raise ValueError(problem) from None

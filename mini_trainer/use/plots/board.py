@@ -19,15 +19,7 @@ from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.options.reading import open_regular
 from mini_trainer.run.file_names import METRICS_FILE, NOTES_FILE, SAMPLES_FILE, VALIDATION_FILE
 from mini_trainer.use.pages.page import escape_json, make_page
-from mini_trainer.use.plots.columns import (
-    MAX_LINE_BYTES,
-    VALIDATION_COLUMNS,
-    MetricsReader,
-    Row,
-    find_best,
-    parse_row,
-    to_float,
-)
+from mini_trainer.use.plots import columns
 from mini_trainer.use.plots.curves import describe_page, make_curves_page, make_version
 from mini_trainer.use.plots.run_files import Run, find_state, is_run, read_run_params
 from mini_trainer.use.plots.tables import median
@@ -37,7 +29,7 @@ HOST = "127.0.0.1"
 MOST_ENTRIES = 200_000  # of directories, to look for runs among
 MOST_COMPARED = 24  # runs on a page of curves: all colours with all dashes
 MOST_TAIL_ROWS = 50  # last steps of a run, for its speed
-TAIL_BYTES = (1 << 16, 2 * MAX_LINE_BYTES)  # to read for them; more if a line is longer
+TAIL_BYTES = (1 << 16, 2 * columns.MAX_LINE_BYTES)  # to read for them; more if a line is longer
 BYTES_PER_REQUEST = 16 << 20  # of metrics: about half a second of one core
 TAIL_COLUMNS = ("step", "epoch", "loss", "tokens_per_second", "time_per_batch", "data_wait_seconds",
                 "total_samples_accumulated", "total_tokens_accumulated")  # fmt: skip
@@ -58,7 +50,7 @@ class WatchedRun:
     def __init__(self, path: Path, name: str):
         self.path, self.name = path, name
         self.id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-        self.validations = MetricsReader(path / VALIDATION_FILE, VALIDATION_COLUMNS)
+        self.validations = columns.MetricsReader(path / VALIDATION_FILE, columns.VALIDATION_COLUMNS)
         self.tail: list[dict[str, float]] = []
         self.tail_of: tuple[int, int, int] | None = None  # time (ns), size and inode of the file that it was read from
 
@@ -70,7 +62,7 @@ class WatchedRun:
         self.validations.read()
         last = self.tail[-1] if self.tail else {}
         share = find_share(last, params)
-        best = find_best(self.validations)
+        best = columns.find_best(self.validations)
         return {
             "id": self.id,
             "name": self.name,
@@ -107,20 +99,20 @@ def read_tail(path: Path) -> list[dict[str, float]]:
             lines = file.read(size - start).split(b"\n")[1 if start else 0 : -1]  # the first may be cut
             if lines or start == 0:
                 break
-    rows = [parse_row(line) for line in lines[-MOST_TAIL_ROWS:]]
-    return [{name: to_float(row.get(name)) for name in TAIL_COLUMNS} for row in rows if row is not None]
+    rows = [columns.parse_row(line) for line in lines[-MOST_TAIL_ROWS:]]
+    return [{name: columns.to_float(row.get(name)) for name in TAIL_COLUMNS} for row in rows if row is not None]
 
 
-def find_share(numbers: dict[str, float], params: Row) -> float:
+def find_share(numbers: dict[str, float], params: columns.Row) -> float:
     """Share of the run that is done, by the end that comes first; NaN if it has no end, or has not begun."""
     options, identity = (value if isinstance(value, dict) else {} for value in map(params.get, ("options", "identity")))
-    ends = [(column, to_float(options.get(option))) for option, column in ENDS.items()]
-    ends.append(("step", to_float(identity.get("number of steps"))))
+    ends = [(column, columns.to_float(options.get(option))) for option, column in ENDS.items()]
+    ends.append(("step", columns.to_float(identity.get("number of steps"))))
     shares = [min(1.0, numbers[column] / end) for column, end in ends if column in numbers and end > 0]
     return max(filter(np.isfinite, shares), default=np.nan)
 
 
-def estimate_seconds_left(tail: list[dict[str, float]], params: Row) -> float:
+def estimate_seconds_left(tail: list[dict[str, float]], params: columns.Row) -> float:
     """Time left at the speed of the last steps, without checkpoints, validations and exports; NaN if it is unknown."""
     if len(tail) < 2:
         return np.nan
@@ -130,7 +122,7 @@ def estimate_seconds_left(tail: list[dict[str, float]], params: Row) -> float:
     return (1 - share) / gained * seconds if gained > 0 else np.nan
 
 
-def describe_settings(params: Row) -> dict[str, Any]:
+def describe_settings(params: columns.Row) -> dict[str, Any]:
     """The method, the learning rate and the size of a step, as JSON; "" or null if the options are not known."""
     options = params.get("options")
     if not isinstance(options, dict):
@@ -139,13 +131,13 @@ def describe_settings(params: Row) -> dict[str, Any]:
     batch = tokens if tokens is not None else options.get("batch_size") or DEFAULT_BATCH_SIZE
     return {
         "method": name_method(options),
-        "lr": to_json(to_float(options.get("learning_rate"))),
-        "batch": to_json(to_float(batch)),
+        "lr": to_json(columns.to_float(options.get("learning_rate"))),
+        "batch": to_json(columns.to_float(batch)),
         "is_batch_of_tokens": tokens is not None,
     }
 
 
-def name_method(options: Row) -> str:
+def name_method(options: columns.Row) -> str:
     """What of the model trains, and the objective unless it is language modelling: qlora, preference."""
     lora = "qlora" if options.get("base_quantization", "none") != "none" else "lora"
     method = "osft" if options.get("osft") else lora if options.get("lora") else "full"
