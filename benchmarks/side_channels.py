@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg
 
-from mini_trainer.distributed import ending, lifeline, meeting
+from mini_trainer.distributed import ending, lifeline, meeting, watch
 from mini_trainer.distributed.agreement import compare_ranks
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer
 from mini_trainer.distributed.lifeline import Address, Connection

@@ -4,7 +4,7 @@ models that do not exist yet; and by reading tests as evaluate does."""
 from collections.abc import Sequence
 from pathlib import Path
 
-from mini_trainer.continual.data import HeldOut, Prepared, read_questions
+from mini_trainer.continual.data import HeldOut, PreparedFiles, read_questions
 from mini_trainer.continual.measuring import group_tests
 from mini_trainer.continual.replay import describe_held_out, mix
 from mini_trainer.continual.settings import SECTIONS, ContinualSettings, SetSettings, Task, Values, complete_options
@@ -16,7 +16,7 @@ UNSTARTED = "unstarted"  # stands for the output directory of a run; nothing is 
 
 
 def check_experiments(
-    several: list[ContinualSettings], prepared: dict[str, Prepared], held_out: HeldOut, known: list[Path | None]
+    several: list[ContinualSettings], prepared: dict[str, PreparedFiles], held_out: HeldOut, known: list[Path | None]
 ) -> None:
     """ValueError with all problems that runs of train, and their data, would have."""
     problems = find_test_problems(several[0], prepared)  # which all methods share
@@ -32,7 +32,7 @@ def check_experiments(
         raise ValueError("\n  ".join(dict.fromkeys(problems)))
 
 
-def find_test_problems(settings: ContinualSettings, prepared: dict[str, Prepared]) -> list[str]:
+def find_test_problems(settings: ContinualSettings, prepared: dict[str, PreparedFiles]) -> list[str]:
     """Problems with the tests, which evaluate reads after every task."""
     problems = find_harness_problems([*settings.probes, *settings.tasks])
     for own in group_tests([*settings.probes, *settings.tasks], settings):
@@ -66,7 +66,7 @@ def find_harness_problems(sets: Sequence[SetSettings]) -> list[str]:
 
 
 def find_data_problems(
-    settings: ContinualSettings, task: Task, prepared: dict[str, Prepared], held_out: HeldOut
+    settings: ContinualSettings, task: Task, prepared: dict[str, PreparedFiles], held_out: HeldOut
 ) -> list[str]:
     """Problems with a task's rows, as replay reads them."""
     replay, data = settings.replay, prepared[task.name].train
@@ -84,7 +84,7 @@ def find_data_problems(
 
 
 def find_train_problems(
-    settings: ContinualSettings, task: Task, prepared: dict[str, Prepared], known: Path | None
+    settings: ContinualSettings, task: Task, prepared: dict[str, PreparedFiles], known: Path | None
 ) -> list[str]:
     """Problems that train finds before it loads weights: data, tokenizer, model, layers, memory options."""
     from mini_trainer.run.plan.memory import Findings  # with torch: seconds to import
@@ -99,7 +99,7 @@ def find_train_problems(
 
 
 def choose_options(
-    settings: ContinualSettings, task: Task, prepared: dict[str, Prepared], known: Path | None
+    settings: ContinualSettings, task: Task, prepared: dict[str, PreparedFiles], known: Path | None
 ) -> Values:
     """The task's options of train with the start model and, where rows are replayed, all other tasks' data."""
     own, values = prepared[task.name], complete_options(settings, task)[0]

@@ -16,11 +16,11 @@ import numpy as np
 
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Task, splits_off
-from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion
+from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Example
 from mini_trainer.data.columns.base import CAUSAL_LM, IGNORED
 from mini_trainer.data.rows.chat_rows import TEMPLATE_ARGS
 from mini_trainer.data.rows.files import find_sources
-from mini_trainer.data.rows.formats import PATHS, Example, FieldPaths, read_text_row
+from mini_trainer.data.rows.formats import PATHS, FieldPaths, read_text_row
 from mini_trainer.data.rows.prompts import Prompt, encode_prompt, read_prompts, split_chat
 from mini_trainer.data.rows.rows import read_formatted_chunks, read_rows
 from mini_trainer.data.rows.split import falls_into_validation
@@ -40,7 +40,7 @@ OF_ROWS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedFiles:
     """A task or probe's files."""
 
     train: Path | None = None
@@ -49,23 +49,23 @@ class Prepared:
     test: Path | None = None  # NAME.ENDING
 
 
-def prepare(one: SetSettings, settings: ContinualSettings, folder: Path, runner: Runner) -> Prepared:
+def prepare(one: SetSettings, settings: ContinualSettings, folder: Path, runner: Runner) -> PreparedFiles:
     """Tokenizes the set's rows in `folder`."""
     held_out = None if one.held_out is None else open_set(one, "held_out", one.held_out, settings, folder, runner)
     test = None if one.test is None else link(Path(one.test), folder / "test", name=one.name)
     if not isinstance(one, Task):
-        return Prepared(held_out=held_out, test=test)
+        return PreparedFiles(held_out=held_out, test=test)
     validation = (
         None if one.validation is None else open_set(one, "validation", one.validation, settings, folder, runner)
     )
     if one.data_path is not None:
-        return Prepared(train=Path(one.data_path).absolute(), validation=validation, held_out=held_out, test=test)
+        return PreparedFiles(train=Path(one.data_path).absolute(), validation=validation, held_out=held_out, test=test)
     options = settings.process_data | one.process_data
     train = tokenize(list(one.input_file), options, settings, folder / "train", name=one.name, runner=runner)
     if splits_off(one, settings):
         files = Outputs(train, None, True).validation
         held_out = link_set(files, folder / "held_out", name=f"{one.name}_held_out")
-    return Prepared(train=train, validation=validation, held_out=held_out, test=test)
+    return PreparedFiles(train=train, validation=validation, held_out=held_out, test=test)
 
 
 def prepare_known(settings: ContinualSettings, runner: Runner) -> Path | None:
@@ -165,7 +165,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 class HeldOut:
     """The prompts of all tests and held-out sets, which are read when they are first needed."""
 
-    def __init__(self, prepared: Iterable[Prepared], settings: ContinualSettings):
+    def __init__(self, prepared: Iterable[PreparedFiles], settings: ContinualSettings):
         self.prepared, self.settings = list(prepared), settings
         self.counts: dict[Path, int] = {}  # of `count_rows`
 

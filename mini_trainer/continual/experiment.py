@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mini_trainer.continual.data import HeldOut, Prepared, prepare, prepare_known
-from mini_trainer.continual.matrix import FILE, Experiment, Row, Sequence, read_experiment, write_experiment
+from mini_trainer.continual.data import HeldOut, PreparedFiles, prepare, prepare_known
+from mini_trainer.continual.matrix import FILE, Experiment, MatrixRow, Sequence, read_experiment, write_experiment
 from mini_trainer.continual.measuring import describe_row, measure
 from mini_trainer.continual.page import describe_comparison, write_page
 from mini_trainer.continual.replay import Context, Model, find_replay, mix
@@ -33,7 +33,7 @@ BASES = Path("osft", "bases.safetensors")  # model.methods.osft_subspaces.BASES_
 
 
 def run_sequence(
-    context: Context, tasks: list[Task], *, order: int, start: Row, report: Callable[[Sequence], None]
+    context: Context, tasks: list[Task], *, order: int, start: MatrixRow, report: Callable[[Sequence], None]
 ) -> None:
     """Trains on the tasks in turn. `start` is the row of the start model; `report` receives all measurements so far."""
     settings = context.settings
@@ -139,7 +139,7 @@ def run_experiments(several: list[ContinualSettings], runner: Runner) -> None:
 def run_experiment(
     settings: ContinualSettings,
     orders: list[list[str]],
-    prepared: dict[str, Prepared],
+    prepared: dict[str, PreparedFiles],
     held_out: HeldOut,
     known: Path | None,
     runner: Runner,
@@ -170,7 +170,7 @@ def run_experiment(
     say(f"results: {settings.root / FILE}\nresults page: {(settings.root / PAGE).as_uri()}")
 
 
-def measure_start(settings: ContinualSettings, prepared: dict[str, Prepared], runner: Runner) -> Row:
+def measure_start(settings: ContinualSettings, prepared: dict[str, PreparedFiles], runner: Runner) -> MatrixRow:
     """The start model's row; with measure: seen, that of the probes alone."""
     measured = [*settings.probes, *(settings.tasks if settings.measure == "all" else ())]
     folder = runner.root / "start"

@@ -58,7 +58,7 @@ class Cell:
         return self.metric != "loss"
 
 
-Row = dict[str, dict[str, Cell]]  # kind ("score" or "loss") -> set (task or probe), if measured -> cell
+MatrixRow = dict[str, dict[str, Cell]]  # kind ("score" or "loss") -> set (task or probe), if measured -> cell
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Sequence:
     tasks: tuple[str, ...]  # in the order of training
     order: int
     seed: int
-    rows: tuple[Row, ...]  # after t = 0, 1, ..., T tasks; fewer while the experiment runs
+    rows: tuple[MatrixRow, ...]  # after t = 0, 1, ..., T tasks; fewer while the experiment runs
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.continual.data import Prepared
-from mini_trainer.continual.matrix import Cell, Row
+from mini_trainer.continual.data import PreparedFiles
+from mini_trainer.continual.matrix import Cell, MatrixRow
 from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Values
 from mini_trainer.data.stores.disk import list_wrong, read_fields
@@ -34,13 +34,13 @@ class Measuring:
 def measure(
     model: str,
     sets: list[SetSettings],
-    prepared: dict[str, Prepared],
+    prepared: dict[str, PreparedFiles],
     settings: ContinualSettings,
     folder: Path,
     runner: Runner,
-) -> Row:
+) -> MatrixRow:
     """The model's scores and losses on the sets, in their order."""
-    row: Row = {}
+    row: MatrixRow = {}
     for one in group(sets, prepared, settings):
         place = folder / one.name
         options = FEW_RESAMPLES | one.options | {"model": [model], "output_dir": str(place)}
@@ -62,7 +62,7 @@ def count_refused(folder: Path) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def group(sets: list[SetSettings], prepared: dict[str, Prepared], settings: ContinualSettings) -> list[Measuring]:
+def group(sets: list[SetSettings], prepared: dict[str, PreparedFiles], settings: ContinualSettings) -> list[Measuring]:
     """Sets that one start of evaluate can measure together. Probes come first: their names stay as tasks are added."""
     found: list[Measuring] = []
     held_out = [one for one in sets if prepared[one.name].held_out is not None]
@@ -133,7 +133,7 @@ def read_harness(path: Path) -> list[dict[str, Any]]:
     return [sample for task in sorted(found) for sample in sorted(found[task], key=lambda sample: sample["index"])]
 
 
-def describe_row(row: Row) -> str:
+def describe_row(row: MatrixRow) -> str:
     """The means of a row in one line."""
     cells = [(name, cell) for kind in sorted(row, reverse=True) for name, cell in row[kind].items()]
     return ", ".join(f"{name} {cell.mean:.3f} ({cell.metric})" for name, cell in cells)

@@ -13,7 +13,7 @@ from typing import Any
 from mini_trainer.continual.data import (
     OF_ROWS,
     HeldOut,
-    Prepared,
+    PreparedFiles,
     as_row,
     count_samples,
     read_questions,
@@ -41,7 +41,7 @@ class Context:
 
     settings: ContinualSettings
     runner: Runner
-    prepared: dict[str, Prepared]  # by task or probe
+    prepared: dict[str, PreparedFiles]  # by task or probe
     held_out: HeldOut  # of all sequences
     known: Path | None  # data that is replayed with every task
     folder: Path

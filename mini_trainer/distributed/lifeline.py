@@ -26,7 +26,7 @@ SECONDS_TO_CONNECT = 60.0
 SECONDS_TO_SAY_HELLO = 10.0
 LARGEST_MESSAGE = 200_000  # bytes of one JSON line
 
-Message = dict[str, Any]  # one JSON line; its "kind" determines the other keys
+Notice = dict[str, Any]  # one JSON line; its "kind" determines the other keys
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Notice) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
@@ -103,7 +103,7 @@ class Lifeline:
         loop: asyncio.AbstractEventLoop,
         *,
         on_met: Callable[[int, str, int], None],
-        on_message: Callable[[int, Message], None],
+        on_message: Callable[[int, Notice], None],
         on_lost: Callable[[int], None],
     ):
         self.rank, self.world_size, self.loop = rank, world_size, loop
@@ -152,7 +152,7 @@ class Lifeline:
         connection.send(encode(hello | {"pid": os.getpid()}))
         self._meet(0, connection, address.host, address.pid)
 
-    def receive(self, connection: Connection, message: Message) -> None:
+    def receive(self, connection: Connection, message: Notice) -> None:
         """Passes a rank's message on. A stranger's turns it into a rank, or is a ValueError, KeyError or TypeError."""
         if connection.rank is not None:
             self.on_message(connection.rank, message)
@@ -170,17 +170,17 @@ class Lifeline:
         if len(self.connections) == self.world_size - 1:
             self.has_met_all.set()
 
-    def send(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: Notice) -> None:
         """Sends to a rank that has been met."""
         self.connections[rank].send(encode(message))
 
-    def send_to_all(self, message: Message) -> None:
+    def send_to_all(self, message: Notice) -> None:
         """Sends to every rank met so far."""
         line = encode(message)
         for connection in self.connections.values():
             connection.send(line)
 
-    def send_beat(self, message: Message) -> None:
+    def send_beat(self, message: Notice) -> None:
         """Sends to every rank without unsent messages; for the others, heartbeats would only pile up."""
         line = encode(message)
         for connection in self.connections.values():

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from mini_trainer.distributed import ending
-from mini_trainer.distributed.lifeline import Lifeline, Message
+from mini_trainer.distributed.lifeline import Lifeline, Notice
 from mini_trainer.distributed.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, RunFiles
 from mini_trainer.distributed.messages import clean, describe_ranks, leave_bars, print_as_is, say
 from mini_trainer.distributed.process import PARENT, may_be_launcher
@@ -54,7 +54,7 @@ def is_hanging(peers: dict[int, Peer], clock: float, hang_timeout: float, *, is_
 
 
 def describe_death(rank: int, peer: Peer) -> str:
-    """Message about a rank whose connection closed without a report."""
+    """Notice about a rank whose connection closed without a report."""
     return (
         f"rank {rank} (pid {peer.pid} on {peer.host}) died without a report, last seen in {peer.where}: it crashed or"
         f" was killed, perhaps because it ran out of memory"
@@ -261,7 +261,7 @@ class Watch:
         """Starts monitoring `rank`'s heartbeats."""
         self.peers[rank] = Peer(host, pid, self.clock, self.clock)
 
-    def _on_message(self, rank: int, message: Message) -> None:
+    def _on_message(self, rank: int, message: Notice) -> None:
         peer = self.peers[rank]
         peer.heard = self.clock
         match message.pop("kind"):

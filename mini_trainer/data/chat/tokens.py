@@ -41,7 +41,7 @@ CONTROL = "control token"  # kind of the remark on rows with one in a text
 
 LEADS = ("\n", ".", "1", "a")  # before a text that is to be encoded as the continuation of another
 
-Row = Completion | Document
+PlainText = Completion | Document
 
 
 class ByteEncoder:
@@ -149,7 +149,7 @@ class ControlTokens:
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """A text's part from character `start` on. The encoding's first tokens, `skipped` of them, are of a `lead`."""
 
     start: int
@@ -171,7 +171,7 @@ class Part:
 class JoinedEncoding:
     """The encodings of a text's parts, one after the other."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[TextPart]) -> None:
         self.parts = parts
         self.ids = list(chain.from_iterable(part.ids for part in parts))
         self.bounds = [0, *accumulate(len(part.ids) for part in parts)]
@@ -207,10 +207,10 @@ class BorderEncoder:
 
         Raises ValueError if their tokens together do not decode to the text.
         """
-        parts = [Part(0, encodings[0], num_dropped=self.count_ending(encodings[0].ids, texts[0]) * adds_special)]
+        parts = [TextPart(0, encodings[0], num_dropped=self.count_ending(encodings[0].ids, texts[0]) * adds_special)]
         for i, text in enumerate(texts[1:], start=1):
             before = "".join(texts[:i])
-            part = Part(len(before), encodings[i])
+            part = TextPart(len(before), encodings[i])
             if not isinstance(part.encoding, ByteEncoding):  # whose tokens' bytes are the text's
                 whole = self.encode(before + text, adds_special=adds_special).ids
                 whole = whole[: len(whole) - self.count_ending(whole, text) * adds_special]
@@ -218,15 +218,17 @@ class BorderEncoder:
             parts.append(part)
         return JoinedEncoding(parts)
 
-    def list_continuations(self, part: Part, text: str) -> Iterator[Part]:
+    def list_continuations(self, part: TextPart, text: str) -> Iterator[TextPart]:
         """The text behind characters that share no token with it: without a space mark for its beginning."""
         for lead in LEADS:
             encoding = self.encode(lead + text)
             if not spans_border(encoding, len(lead)):
                 skipped = find_token(encoding, len(lead), len(encoding.ids))
-                yield Part(part.start, encoding, lead=lead, skipped=skipped)
+                yield TextPart(part.start, encoding, lead=lead, skipped=skipped)
 
-    def choose(self, parts: Sequence[Part], candidates: Iterable[Part], text: str, whole: list[int]) -> Part:
+    def choose(
+        self, parts: Sequence[TextPart], candidates: Iterable[TextPart], text: str, whole: list[int]
+    ) -> TextPart:
         """The first of the text's encodings with which, after the `parts`, decoding gives the row's text, as it is or
         as the tokenizer alters texts: this one alone, or all of them, whose tokens are the `whole`."""
         first, *others = candidates
@@ -333,7 +335,7 @@ class TextMasker:
     def __init__(self, tokenizer: Any, borders: BorderEncoder) -> None:
         self.tokenizer, self.borders = tokenizer, borders
 
-    def mask(self, rows: Sequence[Row]) -> list[TokenizedChat | ValueError]:
+    def mask(self, rows: Sequence[PlainText]) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or the error that makes it unusable; rows of one kind, ended by one eos
         token each. ValueError if the tokenizer has none."""
         if self.tokenizer.eos_token_id is None:
@@ -345,7 +347,7 @@ class TextMasker:
             catch_error(label, encoding, found) for encoding, found in zip(encode(rows, located), located, strict=True)
         ]
 
-    def locate(self, row: Row) -> Located:
+    def locate(self, row: PlainText) -> Located:
         """The row's text and its trained passage. ValueError for half a character, and a row that is to be refused."""
         if isinstance(row, Document):
             located = Located(check_unicode(row.text), [Passage(0, len(row.text), "document")])

@@ -33,8 +33,8 @@ from mini_trainer.data.rows.lines import (
     starts_with_mark,
 )
 from mini_trainer.data.rows.values import RowReader
-from mini_trainer.data.stores.json_lines import BadRow, Line, Row, TooLong
-from mini_trainer.data.stores.parquet import Batch, check_groups, choose_batch_rows, count_rows, cut_batch
+from mini_trainer.data.stores.json_lines import BadRow, Line, RawRow, TooLong
+from mini_trainer.data.stores.parquet import RowBatch, check_groups, choose_batch_rows, count_rows, cut_batch
 from mini_trainer.data.stores.remote import RemoteFile, find_remote
 from mini_trainer.options.urls import is_url
 
@@ -388,7 +388,7 @@ def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator
                 first_row += count
 
 
-def make_chunk(file: str, first_row: int, batch: Batch, *, num_bytes: int | None = None) -> Chunk:
+def make_chunk(file: str, first_row: int, batch: RowBatch, *, num_bytes: int | None = None) -> Chunk:
     """A chunk of rows in Arrow's form, or of one that is too long; by default of as many bytes as it has in memory."""
     if isinstance(batch, TooLong):
         return Chunk(file, first_row, "json", [(first_row, batch)], b"", num_bytes or 0)
@@ -404,14 +404,14 @@ def to_stream(batch: pa.RecordBatch) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def iterate_rows(chunk: Chunk) -> Iterator[Row]:
+def iterate_rows(chunk: Chunk) -> Iterator[RawRow]:
     """Yields a chunk's rows, unparsed; those of Arrow with JSON's values."""
     if chunk.encoding == "arrow":
         for number, (values, lost) in enumerate(read_arrow(chunk), start=chunk.first_row):
-            yield Row(number, number, values, lost)
+            yield RawRow(number, number, values, lost)
         return
     for number, (line, value) in enumerate(chunk.lines, start=chunk.first_row):
-        yield Row(number, line, value)
+        yield RawRow(number, line, value)
 
 
 def read_arrow(chunk: Chunk) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mini_trainer.data.chat.conversation import IMAGE_PART, Chat, Completion, Document, list_parts
+from mini_trainer.data.chat.conversation import IMAGE_PART, Chat, Completion, Document, Example, list_parts
 from mini_trainer.data.rows import chat_rows
 from mini_trainer.data.rows.column_names import (
     ASKING,
@@ -36,8 +36,6 @@ from mini_trainer.data.stores.json_lines import quote
 from mini_trainer.options.doors import TEXT_FORMATS
 
 MOST_PATHS = 40  # most paths listed in a message
-
-Example = Chat | Completion | Document
 
 
 PATHS = ("messages", "prompt", "completion", "text", "system")  # of --columns, those of the detected formats

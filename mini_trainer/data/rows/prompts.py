@@ -28,7 +28,7 @@ from mini_trainer.data.rows.files import Source, describe_skipped, find_sources,
 from mini_trainer.data.rows.formats import find_format, list_conversation, read_example
 from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.values import refuse_non_json
-from mini_trainer.data.stores.json_lines import Row, quote
+from mini_trainer.data.stores.json_lines import RawRow, quote
 from mini_trainer.distributed.messages import say
 
 NUM_REASONS_SHOWN = 10
@@ -96,13 +96,13 @@ def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | st
                     yield f"{place}: {error}"
 
 
-def split_lines(row: Row) -> Iterator[Row]:
+def split_lines(row: RawRow) -> Iterator[RawRow]:
     """Splits a text file, which is read as one row, into lines."""
     if not isinstance(row.value, bytes):
         yield row
         return
     for number, line in enumerate(row.value.splitlines(), start=1):
-        yield Row(number, number, line)
+        yield RawRow(number, number, line)
 
 
 def read_prompt(row: Fields, data_format: str | None) -> Prompt:

@@ -20,7 +20,7 @@ from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.report import LOST_NULLS, MISSING_CELL, SHOWN_SAMPLES_SEED, Totals
 from mini_trainer.data.rows.split import SIDES, SideResult, falls_into_validation, mark_place
 from mini_trainer.data.rows.writer import TokenizedSample, encode_samples
-from mini_trainer.data.stores.json_lines import NUM_BYTES_SHOWN, BadRow, Row, TooLong
+from mini_trainer.data.stores.json_lines import NUM_BYTES_SHOWN, BadRow, RawRow, TooLong
 from mini_trainer.distributed.messages import one_line
 
 ExampleT = TypeVar("ExampleT")
@@ -44,7 +44,7 @@ class Preparation(Generic[ExampleT]):
 
 def read_rows(
     chunk: Chunk, read: ReadValues[ExampleT], tally: Counter[str]
-) -> Iterator[tuple[Row, ExampleT | ValueError | None]]:
+) -> Iterator[tuple[RawRow, ExampleT | ValueError | None]]:
     """Yields the chunk's rows, each with its example, the error that makes it unusable, or None for a blank line; a row
     with several examples once with each. RefusedColumn names the row."""
     for row in iterate_rows(chunk):
@@ -201,7 +201,7 @@ def describe_rejected(chunk: Chunk, rejected: dict[int, str]) -> tuple[bytes, li
     return "".join(json.dumps(entry) + "\n" for entry in entries).encode(), reasons
 
 
-def show_row(row: Row) -> str:
+def show_row(row: RawRow) -> str:
     """The row as text; the beginning of a skipped one."""
     if isinstance(row.value, dict):
         return json.dumps(row.value, default=repr)

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mini_trainer.data.chat.conversation import REASONING_KEYS, Chat, Completion, Document, Message
+from mini_trainer.data.chat.conversation import REASONING_KEYS, Chat, Completion, Document, Example, Message
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.rows.chat_rows import join_parts
-from mini_trainer.data.rows.formats import Example
 from mini_trainer.data.rows.labelled import TextPair, Words
 from mini_trainer.data.rows.report import SHOWN_SAMPLES_SEED, Totals
 from mini_trainer.data.rows.writer import BlockCutter, EncodedSamples, TokenizedSample, encode_samples

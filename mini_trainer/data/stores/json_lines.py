@@ -31,7 +31,7 @@ Line = tuple[int, bytes | TooLong | BadRow | dict[str, str]]  # its number, from
 
 
 @dataclass(frozen=True)
-class Row:
+class RawRow:
     """An unparsed row of a file; `number` counts rows, and is also the `line` for Parquet files. `lost`: where nulls
     were removed that may be the row's own (data/rows/values.py)."""
 

@@ -9,7 +9,7 @@ from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, TooLong
 
 MAX_GROUP_BYTES = 4 << 30  # uncompressed bytes of a row group
 
-Batch = pa.RecordBatch | TooLong  # some rows, or one that is too long
+RowBatch = pa.RecordBatch | TooLong  # some rows, or one that is too long
 
 
 def check_groups(metadata: pq.FileMetaData, name: str) -> None:
@@ -31,7 +31,7 @@ def choose_batch_rows(metadata: pq.FileMetaData, *, most_rows: int, most_bytes: 
     return min(most_rows, 1 + most_bytes * metadata.num_rows // max(num_bytes, 1))
 
 
-def cut_batch(batch: pa.RecordBatch, *, most_bytes: int) -> Iterator[Batch]:
+def cut_batch(batch: pa.RecordBatch, *, most_bytes: int) -> Iterator[RowBatch]:
     """Yields the rows, columns without dictionaries, in batches of at most `most_bytes` unless one row has more."""
     if any(map(pa.types.is_dictionary, batch.schema.types)):
         types = [field.type.value_type if pa.types.is_dictionary(field.type) else field.type for field in batch.schema]
@@ -44,5 +44,5 @@ def cut_batch(batch: pa.RecordBatch, *, most_bytes: int) -> Iterator[Batch]:
         yield TooLong(b"", batch.nbytes) if batch.nbytes > MAX_ROW_BYTES else batch
 
 
-def count_rows(batch: Batch) -> int:
+def count_rows(batch: RowBatch) -> int:
     return 1 if isinstance(batch, TooLong) else batch.num_rows

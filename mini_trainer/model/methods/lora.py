@@ -53,7 +53,7 @@ class LoRA(Method):
         self.relation = "finetune" if self.merges else "adapter"
         self.path = None if options.lora_adapter is None else Path(options.lora_adapter)
         self.given: LoraConfig | None = None  # of the adapter there
-        self.targets = lora_layers.Targets()
+        self.targets = lora_layers.TrainedModules()
         self.config: LoraConfig | None = None
         self.saved_names: dict[str, str] = {}  # of trained parameters: name in an adapter's file -> name in the model
         self.num_added = self.num_trained = 0

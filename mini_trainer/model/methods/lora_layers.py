@@ -92,7 +92,7 @@ ADAPTER = "default"  # peft's name for the only adapter
 
 
 @dataclass(frozen=True)
-class Targets:
+class TrainedModules:
     """Full names of a model's modules and parameters to train."""
 
     layers: list[str] = field(default_factory=list)  # linear layers that get an adapter
@@ -101,7 +101,7 @@ class Targets:
     new: frozenset[str] = frozenset()  # parameters of `in_full` that the adapter to continue from does not hold
 
 
-def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig | None") -> Targets:
+def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig | None") -> TrainedModules:
     """Chooses the layers that get an adapter, from options or from the config of the adapter to continue from.
 
     ValueError for a name that matches nothing, and for options that adapters of experts do not support.
@@ -133,7 +133,7 @@ def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig 
     in_full = choose_names(whole_names, others, "--lora-modules-to-save") if whole_names else []
     new = frozenset() if given is None else list_params(model, in_full) - list_params(model, held)
     adapted = set(chosen)
-    targets = Targets([n for n in layers if n in adapted], [n for n in experts if n in adapted], in_full, new)
+    targets = TrainedModules([n for n in layers if n in adapted], [n for n in experts if n in adapted], in_full, new)
     if targets.experts and (options.lora_dropout > 0 or options.lora_use_dora):
         flag = "--lora-use-dora" if options.lora_use_dora else f"--lora-dropout {options.lora_dropout}"
         raise ValueError(
@@ -203,7 +203,9 @@ def list_kinds(names: Iterable[str], length: int = 1) -> list[str]:
     return list(dict.fromkeys(".".join(name.split(".")[-length:]) for name in names))
 
 
-def make_config(meta: MetaModel, options: LoRAOptions, targets: Targets, *, given: "LoraConfig | None") -> "LoraConfig":
+def make_config(
+    meta: MetaModel, options: LoRAOptions, targets: TrainedModules, *, given: "LoraConfig | None"
+) -> "LoraConfig":
     """Makes peft's config of the adapters, as used and saved."""
     from peft import LoraConfig
 
@@ -249,7 +251,7 @@ def shorten(chosen: list[str], names: list[str], length: int = 1) -> list[str]:
     return kinds if set(meant) == set(chosen) else chosen
 
 
-def inject(model: PreTrainedModel, config: "LoraConfig", targets: Targets) -> dict[str, nn.Module]:
+def inject(model: PreTrainedModel, config: "LoraConfig", targets: TrainedModules) -> dict[str, nn.Module]:
     """Inserts peft's layers into a frozen meta model, with trained parameters in fp32. Returns the layers by name."""
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer

@@ -12,7 +12,7 @@ from mini_trainer.data.columns.base import DataTask
 from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives.classes import Classification, describe_prediction, predict_classes, summarize_classes
 from mini_trainer.use.evaluation.comparison import SampleScores
-from mini_trainer.use.evaluation.results import Measured, Sample, read_lines
+from mini_trainer.use.evaluation.results import AnswerRecord, Measured, read_lines
 
 FILE = "predictions.jsonl"
 
@@ -78,7 +78,7 @@ def list_scores(predicted: Predicted, objective: Classification) -> list[SampleS
     return [SampleScores("accuracy", np.array(list(map(predicted.add_up, right))), counts), loss]
 
 
-def describe_samples(predicted: Predicted, model: int, scores: Sequence[SampleScores]) -> list[Sample]:
+def describe_samples(predicted: Predicted, model: int, scores: Sequence[SampleScores]) -> list[AnswerRecord]:
     """A model's answer and scores for each sample."""
     task, sample_of = predicted.task, predicted.sample_of
     answers = join_labels(task, sample_of, predict_classes(task, predicted.logits[model]))

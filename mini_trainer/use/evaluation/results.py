@@ -18,7 +18,7 @@ from mini_trainer.use.pages.page import escape_json, fold, make_page
 ALPHA = 0.05  # significance level of differences
 SEED = 0  # of the bootstrap and the permutations
 
-Sample = dict[str, Any]  # one model's answer and scores
+AnswerRecord = dict[str, Any]  # one model's answer and scores
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Measured:
     name: str
     kind: str  # answers, losses, pairs, classes, harness
     shown: list[dict[str, Any]]  # prompt and references of each sample
-    samples: list[list[Sample]]
+    samples: list[list[AnswerRecord]]
     scores: list[SampleScores]
     extras: list[dict[str, Any]] = field(default_factory=list)  # one per model
 

@@ -14,7 +14,7 @@ from mini_trainer.options.problems.finding import require
 from mini_trainer.options.tools import EvaluateOptions, SamplingOptions
 from mini_trainer.use.evaluation.comparison import SampleScores
 from mini_trainer.use.evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus
-from mini_trainer.use.evaluation.results import Measured, Sample
+from mini_trainer.use.evaluation.results import AnswerRecord, Measured
 from mini_trainer.use.inference.answers import AnswerFile, answer_all, describe_making, dump, is_cut, is_refused
 from mini_trainer.use.inference.engine import Engine
 
@@ -51,7 +51,7 @@ def open_task(path: str, name: str, options: EvaluateOptions) -> EvaluationTask:
 
 def measure_task(
     task: EvaluationTask, engine: Engine, sampling: SamplingOptions, folder: Path, *, world: World
-) -> list[Sample] | None:
+) -> list[AnswerRecord] | None:
     """A model's answers and their scores, in the order of the prompts; on rank 0 only. All ranks call this."""
     made_by = describe_making(engine.describe(), sampling)
     file = AnswerFile(folder / f"{task.name}.answers.jsonl", task.prompts, made_by, num_samples=1)
@@ -63,7 +63,7 @@ def measure_task(
     return samples
 
 
-def score_line(line: dict[str, Any], task: EvaluationTask) -> Sample:
+def score_line(line: dict[str, Any], task: EvaluationTask) -> AnswerRecord:
     """An answer with its scores. Without an answer they are 0, also where an empty answer would score more."""
     prompt, answer = task.prompts[line["index"]], line["answer"]
     scores = {
@@ -74,7 +74,7 @@ def score_line(line: dict[str, Any], task: EvaluationTask) -> Sample:
     return sample | ({"label": read_label(answer, task.labels)} if "label" in task.measures else {})
 
 
-def write_samples(path: Path, samples: Sequence[Sample], task: EvaluationTask) -> None:
+def write_samples(path: Path, samples: Sequence[AnswerRecord], task: EvaluationTask) -> None:
     with written_aside(path) as (aside,):
         lines = [
             {"index": i, "place": prompt.place, "prompt": prompt.shown, "references": prompt.references} | sample
@@ -83,7 +83,7 @@ def write_samples(path: Path, samples: Sequence[Sample], task: EvaluationTask) -
         aside.write_text("".join(map(dump, lines)), encoding="utf-8")
 
 
-def collect_task(task: EvaluationTask, samples: Sequence[list[Sample]]) -> Measured:
+def collect_task(task: EvaluationTask, samples: Sequence[list[AnswerRecord]]) -> Measured:
     """All models' samples side by side."""
     shown = [
         {"place": prompt.place, "prompt": prompt.shown, "references": list(prompt.references)}
@@ -98,7 +98,7 @@ def collect_task(task: EvaluationTask, samples: Sequence[list[Sample]]) -> Measu
     return Measured(task.name, "answers", shown, list(samples), scores, extras)
 
 
-def summarize_answers(task: EvaluationTask, samples: Sequence[Sample]) -> dict[str, Any]:
+def summarize_answers(task: EvaluationTask, samples: Sequence[AnswerRecord]) -> dict[str, Any]:
     """Corpus measures of a model's answers, in addition to the means of their scores."""
     answers = [sample["answer"] for sample in samples]
     counts = {"num_cut": sum(map(is_cut, samples)), "num_refused": sum(map(is_refused, samples))}

@@ -68,7 +68,7 @@ def measure_padding(model: nn.Module, generation_config: GenerationConfig) -> fl
     return ((padded - alone).abs().max() / alone.std()).item()
 
 
-Encoded = tuple[Request, list[int]]
+EncodedRequest = tuple[Request, list[int]]
 
 
 class HFEngine:
@@ -136,10 +136,10 @@ class HFEngine:
             raise ValueError(f"{prompt.place}: has no tokens, so there is nothing to continue")
         return find_refusal(num_tokens, self.max_length)
 
-    def plan_batches(self, encoded: Sequence[Encoded]) -> list[list[Encoded]]:
+    def plan_batches(self, encoded: Sequence[EncodedRequest]) -> list[list[EncodedRequest]]:
         """Batches, longest prompts first, so that out-of-memory errors occur early; of equal length if necessary."""
 
-        def group(item: Encoded) -> int:
+        def group(item: EncodedRequest) -> int:
             length = len(item[1])
             ends_early = self.max_length is not None and length + self.sampling.max_new_tokens > self.max_length
             return length if self.obstacle is not None or ends_early else 0
@@ -152,7 +152,7 @@ class HFEngine:
         return sorted(batches, key=lambda batch: len(batch[0][1]), reverse=True)
 
     @torch.no_grad()
-    def answer_batch(self, batch: Sequence[Encoded]) -> Iterator[tuple[Request, Answer]]:
+    def answer_batch(self, batch: Sequence[EncodedRequest]) -> Iterator[tuple[Request, Answer]]:
         longest = max(len(ids) for _, ids in batch)
         input_ids = torch.full((len(batch), longest), self.config.pad_token_id)
         mask = torch.zeros_like(input_ids)

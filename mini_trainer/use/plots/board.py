@@ -103,7 +103,7 @@ def read_tail(path: Path) -> list[dict[str, float]]:
     return [{name: columns.to_float(row.get(name)) for name in TAIL_COLUMNS} for row in rows if row is not None]
 
 
-def find_share(numbers: dict[str, float], params: columns.Row) -> float:
+def find_share(numbers: dict[str, float], params: columns.MetricsLine) -> float:
     """Share of the run that is done, by the end that comes first; NaN if it has no end, or has not begun."""
     options, identity = (value if isinstance(value, dict) else {} for value in map(params.get, ("options", "identity")))
     ends = [(column, columns.to_float(options.get(option))) for option, column in ENDS.items()]
@@ -112,7 +112,7 @@ def find_share(numbers: dict[str, float], params: columns.Row) -> float:
     return max(filter(np.isfinite, shares), default=np.nan)
 
 
-def estimate_seconds_left(tail: list[dict[str, float]], params: columns.Row) -> float:
+def estimate_seconds_left(tail: list[dict[str, float]], params: columns.MetricsLine) -> float:
     """Time left at the speed of the last steps, without checkpoints, validations and exports; NaN if it is unknown."""
     if len(tail) < 2:
         return np.nan
@@ -122,7 +122,7 @@ def estimate_seconds_left(tail: list[dict[str, float]], params: columns.Row) -> 
     return (1 - share) / gained * seconds if gained > 0 else np.nan
 
 
-def describe_settings(params: columns.Row) -> dict[str, Any]:
+def describe_settings(params: columns.MetricsLine) -> dict[str, Any]:
     """The method, the learning rate and the size of a step, as JSON; "" or null if the options are not known."""
     options = params.get("options")
     if not isinstance(options, dict):
@@ -137,7 +137,7 @@ def describe_settings(params: columns.Row) -> dict[str, Any]:
     }
 
 
-def name_method(options: columns.Row) -> str:
+def name_method(options: columns.MetricsLine) -> str:
     """What of the model trains, and the objective unless it is language modelling: qlora, preference."""
     lora = "qlora" if options.get("base_quantization", "none") != "none" else "lora"
     method = "osft" if options.get("osft") else lora if options.get("lora") else "full"

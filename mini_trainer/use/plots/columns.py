@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mini_trainer.options.reading import open_regular
 
-Row = dict[str, Any]
+MetricsLine = dict[str, Any]
 Column = NDArray[np.float64]
 # Metrics with a place on the page. Others get a chart under their own name, except for `NOT_READ`.
 STEP_COLUMNS = (
@@ -109,7 +109,7 @@ class MetricsReader:
         ]
 
 
-def parse_row(line: bytes) -> Row | None:
+def parse_row(line: bytes) -> MetricsLine | None:
     """A line's values by name, including the losses of its sources and sets; None if it is not a line of metrics."""
     try:
         row = json.loads(line)

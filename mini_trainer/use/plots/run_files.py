@@ -21,7 +21,14 @@ from mini_trainer.distributed.lock import LOCK_FILE, SECONDS_TO_WATCH
 from mini_trainer.options.reading import open_regular
 from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, SAMPLES_FILE, VALIDATION_FILE
 from mini_trainer.use.pages.page import fold
-from mini_trainer.use.plots.columns import STEP_COLUMNS, VALIDATION_COLUMNS, Column, MetricsReader, Row, to_float
+from mini_trainer.use.plots.columns import (
+    STEP_COLUMNS,
+    VALIDATION_COLUMNS,
+    Column,
+    MetricsLine,
+    MetricsReader,
+    to_float,
+)
 
 MOST_BYTES = 8 << 20  # of a file; the later lines are left out
 MOST_PROMPTS = 16  # on the page
@@ -128,7 +135,7 @@ class Run:
         self.steps = MetricsReader(path / METRICS_FILE, STEP_COLUMNS)
         self.validations = MetricsReader(path / VALIDATION_FILE, VALIDATION_COLUMNS)
         self.samples = SamplesReader(path)
-        self.params: Row = {}
+        self.params: MetricsLine = {}
         self.warnings: list[str] = []
         self.read(most_bytes)
 
@@ -151,7 +158,7 @@ class Run:
             self.warnings.append(f"{self.path}: {problem}: its options and starts are not shown")
 
     @property
-    def options(self) -> Row:
+    def options(self) -> MetricsLine:
         options = self.params.get("options")
         return options if isinstance(options, dict) else {}
 
@@ -180,7 +187,7 @@ class Run:
         return find_state(self.path, self.params).text
 
 
-def read_run_params(path: Path) -> tuple[Row, str]:
+def read_run_params(path: Path) -> tuple[MetricsLine, str]:
     """The content of the run's training_params.json, and the problem with it; {} if it cannot be read."""
     try:
         params = read_json(path / PARAMS_FILE)
@@ -189,7 +196,7 @@ def read_run_params(path: Path) -> tuple[Row, str]:
     return (params, "") if isinstance(params, dict) else ({}, f"{PARAMS_FILE} is not an object")
 
 
-def find_state(path: Path, params: Row) -> State:
+def find_state(path: Path, params: MetricsLine) -> State:
     """State of the run in `path`. A lock that is not touched any more, without a recorded end, is a crashed run's."""
     try:
         last_beat = (path / LOCK_FILE).stat().st_mtime
@@ -228,7 +235,7 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (METRICS_FILE, PARAMS_FILE))
 
 
-def describe_start(start: Row) -> RunStart:
+def describe_start(start: MetricsLine) -> RunStart:
     versions = start.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     world_size, device, changes = (start.get(key) for key in ("world_size", "device", "changed_options"))
@@ -247,7 +254,7 @@ def describe_start(start: Row) -> RunStart:
     )
 
 
-def describe_exit(end: Row) -> State:
+def describe_exit(end: MetricsLine) -> State:
     """State by the content of exit.json; KeyError or TypeError if it is not as train.py writes it."""
     code = end["code"]
     if code == ExitCode.DONE:
