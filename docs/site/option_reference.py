@@ -41,10 +41,7 @@ def describe_command(command: str) -> str:
     options_class = COMMANDS[command]
     lines = [f"# {command}", "", mark_up(options_class.__doc__), ""]
     if any(option.name == "config" for option, _ in iterate_fields(options_class)):
-        lines += [
-            "Each option is also a key of the YAML file of `--config`, without dashes in front. `--allow-env NAME`"
-        ]
-        lines += ["lets `${NAME}` in that file stand for this environment variable (docs/reference/running.md).", ""]
+        lines += ["Each option is also a key of the YAML file of `--config`, without dashes in front.", ""]
     last: str | None = "none yet"
     for option, group in iterate_fields(options_class):
         if group != last:
