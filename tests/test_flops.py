@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from tiny_pairs import write_pairs
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -21,40 +23,50 @@ from mini_trainer.run.plan.memory import count_row_tokens
 
 # Two layers, of which one has a window shorter than the sequences.
 FLOPS = FlopCount(600.0, 90.0, (12.0, 24.0), (None, 5), forward_per_token=200.0, forward_per_loss_token=30.0)
-LENGTHS = (20, 31)  # of a sample's two sequences together
+LENGTHS = (20, 31)
 
 
-def make_data(model: Path, directory: Path, kind: str | None) -> Mixture:
+def make_data(model: Path, directory: Path) -> Mixture:
     """Four random samples of each length."""
     paths = [directory / f"{length}.arrow" for length in LENGTHS]
     for path, length in zip(paths, LENGTHS, strict=True):
-        made = dict(mock_data=4, block_size=length, format=kind, output_file=str(path), num_proc=1, preview=0)
+        made = dict(mock_data=4, block_size=length, output_file=str(path), num_proc=1, preview=0)
         process_data(group_options(ProcessDataOptions, **made, model_name_or_path=str(model)))
     return Mixture([TokenizedData(path) for path in paths])
 
 
+def make_pairs(model: Path, directory: Path, rows: np.ndarray, *, good: bool = False) -> tuple[Mixture, np.ndarray]:
+    """Two sets of four pairs, and the lengths of both sequences of these rows (rows, 2)."""
+    paths = [write_pairs(directory / f"{seed}.arrow", model, size=4, seed=seed, good=good) for seed in range(2)]
+    lengths = [length for path in paths for length in pa.ipc.open_file(path).read_all()["sequence_lengths"].to_pylist()]
+    return Mixture([TokenizedData(path) for path in paths]), np.array(lengths)[rows]
+
+
 def test_a_pair_takes_what_its_sequences_take(model, tmp_path):
-    data, rows = make_data(model, tmp_path, "preference"), np.array([1, 6, 0])
-    sides = [10, 10, 16, 15, 10, 10]
-    assert data.list_sequences(rows).lengths.tolist() == sides and data.longest_sequence == 16
-    alone = [FLOPS.of_batch(np.array([length]), 0) for length in sides]
+    rows = np.array([1, 6, 0])
+    data, lengths = make_pairs(model, tmp_path, rows)
+    assert data.list_sequences(rows).lengths.tolist() == lengths.ravel().tolist()
+    assert data.longest_sequence >= lengths.max()
+    alone = [FLOPS.of_batch(np.array([length]), 0) for length in lengths.ravel()]
     num_trained = int(data.num_loss_tokens[rows].sum())
     assert FLOPS.of_rows(rows, data, Preferences()) == pytest.approx(sum(alone) + 90 * num_trained)
-    assert count_row_tokens(data, rows, Preferences()).tolist() == [20, 31, 20]
+    assert count_row_tokens(data, rows, Preferences()).tolist() == lengths.sum(1).tolist()
 
 
 def test_what_is_only_read_ahead_takes_a_forward_pass(model, tmp_path):
-    data, rows = make_data(model, tmp_path, "feedback"), np.array([1, 6])
+    rows = np.array([1, 6])
+    data, lengths = make_pairs(model, tmp_path, rows, good=True)
+    answers, unrelated = lengths.T
     num_trained = int(data.num_loss_tokens[rows].sum())  # of the answers
-    trained, ahead = FLOPS.of_batch(np.array([10, 16]), num_trained), FLOPS.of_forward(np.array([10, 15]), num_trained)
+    trained, ahead = FLOPS.of_batch(answers, num_trained), FLOPS.of_forward(unrelated, num_trained)
     assert FLOPS.of_rows(rows, data, Feedback()) == pytest.approx(trained + ahead)
-    assert ahead == pytest.approx(FLOPS.of_batch(np.array([10, 15]), num_trained) / 3)
+    assert ahead == pytest.approx(FLOPS.of_batch(unrelated, num_trained) / 3)
     assert FLOPS.of_scores(rows, data, Feedback()) == pytest.approx(trained / 3 + ahead)
-    assert count_row_tokens(data, rows, Feedback()).tolist() == [10, 16]
+    assert count_row_tokens(data, rows, Feedback()).tolist() == answers.tolist()
 
 
 def test_a_text_is_one_sequence(model, tmp_path):
-    data, rows = make_data(model, tmp_path, None), np.array([7, 0])
+    data, rows = make_data(model, tmp_path), np.array([7, 0])
     expected = FLOPS.of_batch(np.array([31, 20]), 49)
     assert FLOPS.of_rows(rows, data, CausalLM()) == pytest.approx(expected)
 

@@ -348,14 +348,16 @@ def test_one_process_joins_at_a_time(made, tmp_path, capsys):
 
 def test_a_part_that_others_joined_while_this_process_started_is_not_made_again(made, tmp_path, capsys, monkeypatch):
     """An array is started again after its join was killed: its first process joins, and the others find no parts."""
-    from mini_trainer import process_data as program
+    from mini_trainer.data.rows import preparing
+
+    prepare = preparing.prepare
 
     def prepare_late(*args):
         monkeypatch.undo()
         process_data(replace_options(made, shard="2/3"))
-        return program.prepare(*args)
+        return prepare(*args)
 
-    monkeypatch.setattr(program, "prepare", prepare_late)
+    monkeypatch.setattr(preparing, "prepare", prepare_late)
     process_data(replace_options(made, shard="1/3"))
     assert re.search(r"part 1/3: .*has joined .*out\.arrow", capsys.readouterr().out)
     assert (tmp_path / "out.arrow").exists() and not name_directory(tmp_path / "out.arrow").exists()
