@@ -24,14 +24,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, broadcast_from_rank0
 from mini_trainer.model.method import MetaModel, Method
-from mini_trainer.model.methods import osft_subspaces
-from mini_trainer.model.methods.osft_directions import (
-    Directions,
-    Statistics,
-    open_calibration_data,
-    prepare_statistics,
-    read_data_hashes,
-)
+from mini_trainer.model.methods import osft_directions, osft_subspaces
 from mini_trainer.model.weights import Reader, WeightGroup, copy_to_cpu, gather_one, gather_parameters
 from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import DataOptions, OSFTOptions
@@ -229,17 +222,17 @@ class OSFT(Method):
 
     def __init__(self, options: OSFTOptions):
         self.options = options
-        self.directions: Directions | None = None  # from `choose_layers` on
+        self.directions: osft_directions.Directions | None = None  # from `choose_layers` on
         self.layers: list[OSFTLinear] = []
         self.calibration_data: TokenizedData | None = None
         self.data_options: DataOptions | None = None
-        self.statistics = Statistics()
+        self.statistics = osft_directions.Statistics()
         self.bases: dict[str, osft_subspaces.Bases] = {}  # on rank 0: gathered for an export
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         self.data_options = data_options
         if (path := self.options.osft_calibration_data) is not None:
-            self.calibration_data = open_calibration_data(
+            self.calibration_data = osft_directions.open_calibration_data(
                 path, tokenizer, max_tokens_per_gpu=data_options.max_tokens_per_gpu
             )
 
@@ -252,7 +245,7 @@ class OSFT(Method):
         if not osft_subspaces.BASES[self.options.osft_basis]:
             return earlier
         path = self.options.osft_statistics
-        known = read_data_hashes(Path(path)) if path is not None and Path(path).exists() else []
+        known = osft_directions.read_data_hashes(Path(path)) if path is not None and Path(path).exists() else []
         own = [] if self.calibration_data is None else [hash_file(self.calibration_data.path)["sha256"]]
         return [*sorted({*known, *own}), *earlier]
 
@@ -270,7 +263,7 @@ class OSFT(Method):
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
         if osft_subspaces.BASES[self.options.osft_basis]:
-            self.statistics = prepare_statistics(
+            self.statistics = osft_directions.prepare_statistics(
                 self.options.osft_statistics and Path(self.options.osft_statistics),
                 self.calibration_data,
                 self.data_options,
@@ -281,14 +274,16 @@ class OSFT(Method):
             )
 
     def choose_layers(self, meta: MetaModel) -> None:
-        self.directions = Directions(meta, self.options)
+        self.directions = osft_directions.Directions(meta, self.options)
 
     def prepare(
         self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
     ) -> None:
         warn_of_experts(meta.model, trains=self.options.osft_train_others)
         num_kept = self.directions.compute(self.statistics, readers, meta.compute_dtype, world=world, progress=progress)
-        self.statistics = self.directions.statistics = Statistics()  # gigabytes, which nothing needs any more
+        self.statistics = self.directions.statistics = (
+            osft_directions.Statistics()
+        )  # gigabytes, which nothing needs any more
         self.replace_layers(meta, num_kept)
 
     def lay_out(self, meta: MetaModel) -> None:

@@ -64,14 +64,8 @@ from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
 from mini_trainer.data.stores.disk import hash_file, identify_file, make_parent, written_aside
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
+from mini_trainer.data.tokenized import sidecar
 from mini_trainer.data.tokenized.outputs import Outputs
-from mini_trainer.data.tokenized.sidecar import (
-    describe_data_set,
-    describe_versions,
-    identify_images,
-    identify_options,
-    is_made_of,
-)
 from mini_trainer.distributed.ending import ExitCode, exit_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.process import find_task
@@ -163,7 +157,7 @@ def write_data_set(
         if not reasons:
             aside[outputs.rejected].unlink()
         describe = partial(
-            describe_data_set,
+            sidecar.describe_data_set,
             task=task,
             options=options,
             sources=sources,
@@ -220,15 +214,15 @@ def identify_parts(count: int, prepared: preparing.Prepared, options: ProcessDat
     """The configuration that all parts of a data set must have in common."""
     how = {"preview": num_samples_shown(options), "output_file": Path(options.output_file).suffix}
     found = {
-        "options": identify_options(options.rows) | asdict(options.contents) | how,
+        "options": sidecar.identify_options(options.rows) | asdict(options.contents) | how,
         "sources": identify_sources(prepared.sources),
         "tokenizer": fingerprint_tokenizer(prepared.tokenizer),
         "chat template": fingerprint_chat_template(prepared.tokenizer),
         "special tokens": [prepared.tokenizer.all_special_tokens, load_stop_token_ids(prepared.model_dir)],
-        "images": identify_images(options.rows, prepared.model_dir),
+        "images": sidecar.identify_images(options.rows, prepared.model_dir),
         "number of parts": count,
         "format of parts": FORMAT_VERSION,
-        "versions": describe_versions(),
+        "versions": sidecar.describe_versions(),
     }
     return json.loads(json.dumps(found))  # as it is read back
 
@@ -239,7 +233,7 @@ def are_joined(outputs: Outputs, prepared: preparing.Prepared, options: ProcessD
     if not all(path is None or path.exists() for path in files) or has_parts(name_directory(outputs.data)):
         return False
     sources, tokenizer = prepared.sources, prepared.tokenizer
-    return all(is_made_of(one.sidecar, sources, options, tokenizer=tokenizer) for one in outputs.data_sets)
+    return all(sidecar.is_made_of(one.sidecar, sources, options, tokenizer=tokenizer) for one in outputs.data_sets)
 
 
 def join_parts(outputs: Outputs, count: int, prepared: preparing.Prepared, options: ProcessDataOptions) -> None:

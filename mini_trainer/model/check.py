@@ -17,14 +17,8 @@ from mini_trainer.distributed.world import World, sum_parts
 from mini_trainer.model.attention import OWN
 from mini_trainer.model.blocks import find_mixers
 from mini_trainer.model.sharding import reshard
+from mini_trainer.objectives.families import text_tower
 from mini_trainer.objectives.families.family import MicroBatch
-from mini_trainer.objectives.families.text_tower import (
-    find_blocks,
-    find_decoder,
-    find_placeholders,
-    set_attention,
-    text_config,
-)
 from mini_trainer.objectives.objective import Objective, PackedModel
 
 
@@ -34,7 +28,7 @@ def check_model(packed_model: PackedModel, objective: Objective, *, world: World
     Layers with a recurrent state whose kernels take a row's sequence borders are checked in train and in eval mode, in
     which transformers calls different kernels. If they leak across borders, these layers run once per sequence instead.
     """
-    blocks = find_blocks(packed_model.model)
+    blocks = text_tower.find_blocks(packed_model.model)
     if any(map(find_mixers, blocks)):
         from mini_trainer.model.by_sequence import list_with_kernels, use_loop
 
@@ -71,7 +65,7 @@ def check_packing(
     tolerance, rounding, loss_tolerance = (1e-4, 1e-4, 1e-5) if exact else (3e-2, 1e-1, 3e-2)
     random = np.random.default_rng(0)
     sequences, others = draw_sequences(model, random), draw_sequences(model, random)
-    backend = find_decoder(model).config._attn_implementation
+    backend = text_tower.find_decoder(model).config._attn_implementation
     refused = f"model type {model.config.model_type!r} cannot be trained here: "
     packed_model.eval()
     for module in training:
@@ -108,14 +102,14 @@ def check_packing(
             hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
         loss = sum_parts(packed_model(pack(sequences)).total, world.row_group).item()
         if packed_model.backend != OWN:
-            set_attention(model, "eager")
+            text_tower.set_attention(model, "eager")
         own_loss, errors = 0.0, []
         for sequence, packed_hidden in zip(sequences, hidden, strict=True):
             own_hidden, own_sum = packed_model.reference(pack([sequence]))
             errors.append(token_errors(packed_hidden, own_hidden[0]))
             own_loss += own_sum.item()
         if packed_model.backend != OWN:
-            set_attention(model, backend)
+            text_tower.set_attention(model, backend)
     error = (torch.cat(errors).max() if exact else torch.cat(errors).median()).item()
     if not error <= rounding:
         raise ValueError(
@@ -134,8 +128,8 @@ def check_packing(
 
 def draw_sequences(model: PreTrainedModel, random: np.random.Generator) -> list[np.ndarray]:
     """Draws three short sequences of random text tokens (no image placeholders)."""
-    vocab_size = text_config(model.config).vocab_size
-    texts = np.setdiff1d(np.arange(vocab_size), list(find_placeholders(model.config)))
+    vocab_size = text_tower.text_config(model.config).vocab_size
+    texts = np.setdiff1d(np.arange(vocab_size), list(text_tower.find_placeholders(model.config)))
     return [texts[random.integers(0, len(texts), length)] for length in (11, 16, 9)]
 
 
@@ -152,8 +146,8 @@ def token_errors(value: Tensor, expected: Tensor) -> Tensor:  # (L,)
 
 def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
     """Refuses a model whose config declares sliding windows that its layers do not pass to the attention backend."""
-    model, config = packed_model.model, text_config(packed_model.model.config)
-    backend = find_decoder(model).config._attn_implementation
+    model, config = packed_model.model, text_tower.text_config(packed_model.model.config)
+    backend = text_tower.find_decoder(model).config._attn_implementation
     if backend not in AttentionInterface():  # the model's own code, which gets no windows
         return
     attend, windows = AttentionInterface()[backend], []
@@ -163,9 +157,9 @@ def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
         return attend(*args, sliding_window=sliding_window, **kwargs)
 
     AttentionInterface.register("packed_recording", record_window)
-    set_attention(model, "packed_recording")
+    text_tower.set_attention(model, "packed_recording")
     packed_model.hidden_states(micro_batch)
-    set_attention(model, backend)
+    text_tower.set_attention(model, backend)
     num_seen = sum(window is not None for window in windows)
     if getattr(config, "layer_types", None) is not None:
         num_declared = config.layer_types.count("sliding_attention")

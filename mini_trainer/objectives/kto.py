@@ -15,21 +15,11 @@ from torch import Tensor
 
 from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.preference_columns import GOOD_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
+from mini_trainer.objectives import preferences
 from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
 from mini_trainer.objectives.families.text import TextFamily, TextRowModel
 from mini_trainer.objectives.next_tokens import CausalLM, TrainedTokens
 from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Reference, Scores
-from mini_trainer.objectives.preferences import (
-    ONE,
-    ZERO,
-    AnswerLoss,
-    AnswerTargets,
-    count_once,
-    gather_numbers,
-    gather_sample_numbers,
-    sum_by_source,
-    weigh_samples,
-)
 
 KTO = "kto"
 BETA = 0.1
@@ -38,7 +28,7 @@ SUMS = ("weight", "rewards", "logps")
 
 
 @dataclass(kw_only=True)
-class FeedbackTargets(AnswerTargets):
+class FeedbackTargets(preferences.AnswerTargets):
     """One answer of each sample; `reference` is of the answer and of the unrelated one."""
 
     good: Tensor  # (S,) fp32: 1 or 0
@@ -46,7 +36,7 @@ class FeedbackTargets(AnswerTargets):
 
 
 @dataclass(frozen=True)
-class KTOLoss(AnswerLoss):
+class KTOLoss(preferences.AnswerLoss):
     """The loss of good and bad answers, each with its weight."""
 
     beta: float = BETA
@@ -91,9 +81,9 @@ class KTOLoss(AnswerLoss):
         }
         if targets.num_sources > 1:
             sums = torch.stack([losses.detach(), weights], dim=1) / num_ranks
-            by_source = sum_by_source(sums, targets.numbers, targets.num_sources)
+            by_source = preferences.sum_by_source(sums, targets.numbers, targets.num_sources)
             reports["source_losses"], reports["source_divisors"] = by_source.unbind(1)
-        loss = losses.sum() if row_group is None else count_once(losses.sum(), num_ranks)
+        loss = losses.sum() if row_group is None else preferences.count_once(losses.sum(), num_ranks)
         return LossSums(loss, reports=reports)
 
     def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
@@ -110,7 +100,7 @@ class KTOLoss(AnswerLoss):
         rows = [column if len(column) == len(samples) else column[samples] for column in numbers]
         rows = torch.stack([column.double() for column in rows], dim=1)
         num_ranks = 1 if row_group is None else row_group.size
-        return Scores(sum_by_source(sums / num_ranks, targets.numbers, targets.num_sources), rows)
+        return Scores(preferences.sum_by_source(sums / num_ranks, targets.numbers, targets.num_sources), rows)
 
     def sum_own(self, own: ReferenceForward, targets: FeedbackTargets) -> Tensor:
         log_probs = own.logits[0].float().log_softmax(-1)[targets.index, targets.labels[targets.index]]
@@ -151,7 +141,11 @@ class Feedback(CausalLM):
         """A good answer alone."""
         sample = super().with_targets(sample, trainable, num_trained=num_trained)
         weight = np.array([0 if num_trained == 0 else 1], np.float32)
-        return sample | {GOOD_COLUMN: ONE, PAIR_WEIGHT_COLUMN: weight, REFERENCE_COLUMN: np.zeros(2, np.float32)}
+        return sample | {
+            GOOD_COLUMN: preferences.ONE,
+            PAIR_WEIGHT_COLUMN: weight,
+            REFERENCE_COLUMN: np.zeros(2, np.float32),
+        }
 
     def pack(self, samples: Sequence[Sample], **options: Any) -> MicroBatch:
         """The answers in one row, and the unrelated ones in another, which only the pass ahead of the step reads."""
@@ -172,15 +166,17 @@ class Feedback(CausalLM):
             **vars(targets),
             places=places,
             lengths=torch.bincount(places, minlength=len(samples))[:, None].float(),
-            good=gather_numbers(samples, GOOD_COLUMN, ONE)[:, 0],
-            numbers=gather_sample_numbers(samples),
-            reference=gather_numbers(samples, REFERENCE_COLUMN, ZERO) if has_reference else None,
+            good=preferences.gather_numbers(samples, GOOD_COLUMN, preferences.ONE)[:, 0],
+            numbers=preferences.gather_sample_numbers(samples),
+            reference=preferences.gather_numbers(samples, REFERENCE_COLUMN, preferences.ZERO)
+            if has_reference
+            else None,
         )
 
     def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
         samples = list(samples)
         num_tokens -= sum(map(count_unrelated_tokens, samples))  # which are no part of what trains
-        return super().weigh(num_targets, num_tokens, ()) | {TARGETS: weigh_samples(samples)}
+        return super().weigh(num_targets, num_tokens, ()) | {TARGETS: preferences.weigh_samples(samples)}
 
     def make_loss(self, *, is_fused: bool = False) -> KTOLoss:
         return KTOLoss(is_fused=is_fused, beta=self.beta, weight_ratio=self.weight_ratio)

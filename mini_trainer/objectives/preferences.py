@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, sigmoid
 
-from mini_trainer.data.columns.base import (
-    IGNORED,
-    LENGTHS_COLUMN,
-    PREFERENCE,
-    CountLabels,
-    DataTask,
-    Sample,
-    list_sequences,
-)
+from mini_trainer.data.columns import base
 from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
 from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.distributed.world import RowGroup, sum_parts
@@ -47,18 +39,18 @@ class SampleNumbers:
         return replace(self, sources=torch.from_numpy(np.pad(sources, (0, len(self.margins) - len(sources)))))
 
 
-def gather_sample_numbers(samples: Sequence[Sample]) -> SampleNumbers:
+def gather_sample_numbers(samples: Sequence[base.Sample]) -> SampleNumbers:
     return SampleNumbers(
         gather_numbers(samples, MARGIN_COLUMN, ZERO)[:, 0], gather_numbers(samples, PAIR_WEIGHT_COLUMN, ONE)[:, 0]
     )
 
 
-def gather_numbers(samples: Sequence[Sample], name: str, default: np.ndarray) -> Tensor:  # (S, ...) fp32
+def gather_numbers(samples: Sequence[base.Sample], name: str, default: np.ndarray) -> Tensor:  # (S, ...) fp32
     """An optional column of a fixed number of values for each sample."""
     return torch.from_numpy(np.array([sample.get(name, default) for sample in samples], np.float32))
 
 
-def weigh_samples(samples: Iterable[Sample]) -> float:
+def weigh_samples(samples: Iterable[base.Sample]) -> float:
     """The divisor of the sum over samples."""
     return sum(float(sample.get(PAIR_WEIGHT_COLUMN, ONE)[0]) for sample in samples)
 
@@ -361,12 +353,12 @@ class Preferences(next_tokens.CausalLM):
     strength: Strength = DEFAULT_STRENGTH
     nll_weight: float = 0.0
 
-    name = PREFERENCE
+    name = base.PREFERENCE
     metrics = {"loss": False, "nll_loss": False, "rewards/accuracies": True, "rewards/margins": True}  # noqa: RUF012
 
     @classmethod
     def make(
-        cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
+        cls, settings: ObjectiveSettings, family: Family, task: base.DataTask, count_labels: base.CountLabels | None
     ) -> "Preferences":
         """Problems with the options are found before."""
         o = settings.preference
@@ -387,13 +379,15 @@ class Preferences(next_tokens.CausalLM):
     def reference(self) -> Reference | None:
         return Reference(REFERENCE_COLUMN, read_reference) if self.kind.has_reference else None
 
-    def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
+    def with_targets(
+        self, sample: base.Sample, trainable: np.ndarray, *, num_trained: int | None = None
+    ) -> base.Sample:
         """A short sample is one sequence: a chosen answer alone; of longer ones each half is an answer."""
         sample = super().with_targets(sample, trainable, num_trained=num_trained)
         weight = np.array([0 if num_trained == 0 else 1], np.float32)
         return sample | {PAIR_WEIGHT_COLUMN: weight, REFERENCE_COLUMN: np.zeros(2, np.float32)}
 
-    def pack_targets(self, samples: Sequence[Sample], row: Row) -> AnswerTargets:
+    def pack_targets(self, samples: Sequence[base.Sample], row: Row) -> AnswerTargets:
         """Pairs of which one answer is missing, as in checks, have a log-probability of 0 for it."""
         if not self.kind.takes_margins and any(sample.get(MARGIN_COLUMN, ZERO)[0] for sample in samples):
             raise ValueError(
@@ -401,7 +395,9 @@ class Preferences(next_tokens.CausalLM):
                 " column out (process_data.py --ignore-columns margin)"
             )
         targets = super().pack_targets(samples, row)
-        sides = [2 * pair + side for pair, sample in enumerate(samples) for side in range(len(list_sequences(sample)))]
+        sides = [
+            2 * pair + side for pair, sample in enumerate(samples) for side in range(len(base.list_sequences(sample)))
+        ]
         places = np.array(sides)[targets.find_sequences(row).numpy()]
         has_reference = REFERENCE_COLUMN in samples[0]
         return AnswerTargets(
@@ -412,10 +408,10 @@ class Preferences(next_tokens.CausalLM):
             reference=gather_numbers(samples, REFERENCE_COLUMN, ZERO) if has_reference else None,
         )
 
-    def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
+    def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[base.Sample]) -> dict[str, float]:
         samples = list(samples)
-        chosen = [sample["labels"][: sample[LENGTHS_COLUMN][0]] for sample in samples]  # the first answers
-        num_chosen = sum(int(np.count_nonzero(labels != IGNORED)) for labels in chosen)
+        chosen = [sample["labels"][: sample[base.LENGTHS_COLUMN][0]] for sample in samples]  # the first answers
+        num_chosen = sum(int(np.count_nonzero(labels != base.IGNORED)) for labels in chosen)
         own = {TARGETS: weigh_samples(samples), CHOSEN_TOKENS: num_chosen}
         return super().weigh(num_targets, num_tokens, ()) | own
 

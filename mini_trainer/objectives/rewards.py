@@ -14,16 +14,10 @@ from torch.nn.functional import logsigmoid
 
 from mini_trainer.data.columns.base import CountLabels, DataTask, Sample, list_sequences
 from mini_trainer.data.columns.preference_columns import PAIR_WEIGHT_COLUMN
+from mini_trainer.objectives import preferences
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierRowModel, Labels
 from mini_trainer.objectives.families.family import MicroBatch, ReferenceForward, Row, Targets
 from mini_trainer.objectives.objective import TARGETS, Loss, LossSums, Objective, ObjectiveSettings, Scores
-from mini_trainer.objectives.preferences import (
-    SampleNumbers,
-    describe_means,
-    gather_sample_numbers,
-    sum_by_source,
-    weigh_samples,
-)
 
 REWARD = "reward"
 # The problem type has transformers' pipeline and vLLM give the number itself and not its sigmoid.
@@ -36,7 +30,7 @@ class RewardTargets(Targets):
     """The answers of each pair; `index` is of sequences."""
 
     places: Tensor  # (N,) int64: twice the sequence's pair, and 1 more for the rejected answer
-    numbers: SampleNumbers
+    numbers: preferences.SampleNumbers
 
     def find_sequences(self, row: Row) -> Tensor:
         return self.index
@@ -52,7 +46,7 @@ class RewardLoss(Loss):
 
     centering: float = 0.0
 
-    def measure(self, rewards: Tensor, numbers: SampleNumbers) -> Tensor:  # (2P,) -> (P, len(SUMS))
+    def measure(self, rewards: Tensor, numbers: preferences.SampleNumbers) -> Tensor:  # (2P,) -> (P, len(SUMS))
         chosen, rejected = rewards.view(-1, 2).unbind(1)
         losses = -logsigmoid(chosen - rejected - numbers.margins) + self.centering * (chosen + rejected).square()
         ones = torch.ones_like(losses)
@@ -72,14 +66,14 @@ class RewardLoss(Loss):
         loss, sums = sums[:, 0].sum(), sums.detach()
         reports = {"pair_sums": sums.sum(0)}
         if targets.num_sources > 1:
-            by_source = sum_by_source(sums, targets.numbers, targets.num_sources)
+            by_source = preferences.sum_by_source(sums, targets.numbers, targets.num_sources)
             reports["source_losses"], reports["source_divisors"] = by_source[:, 0], by_source[:, -1]
         return LossSums(loss, reports=reports)
 
     def score(self, row_model: ClassifierRowModel, micro_batch: MicroBatch) -> Scores:
         targets = micro_batch.targets
         sums = self.measure_row(self.read(row_model, micro_batch), targets).double()
-        return Scores(sum_by_source(sums, targets.numbers, targets.num_sources))
+        return Scores(preferences.sum_by_source(sums, targets.numbers, targets.num_sources))
 
     def sum_own(self, own: ReferenceForward, targets: RewardTargets) -> Tensor:
         rewards = torch.stack([own.logits[0, 0].float(), own.logits.new_zeros(()).float()])
@@ -115,19 +109,19 @@ class Rewards(Objective):
         """Pairs of which one answer is missing, as in checks, have a reward of 0 for it."""
         places = [2 * pair + side for pair, sample in enumerate(samples) for side in range(len(list_sequences(sample)))]
         return RewardTargets(
-            torch.arange(len(places)), places=torch.tensor(places), numbers=gather_sample_numbers(samples)
+            torch.arange(len(places)), places=torch.tensor(places), numbers=preferences.gather_sample_numbers(samples)
         )
 
     def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
-        return super().weigh(num_targets, num_tokens, ()) | {TARGETS: weigh_samples(samples)}
+        return super().weigh(num_targets, num_tokens, ()) | {TARGETS: preferences.weigh_samples(samples)}
 
     def make_loss(self, *, is_fused: bool = False) -> RewardLoss:
         return RewardLoss(self.centering)
 
     def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
-        described = describe_means(SUMS, reports["pair_sums"])
+        described = preferences.describe_means(SUMS, reports["pair_sums"])
         del described["loss"]  # the step's own
         return described
 
     def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
-        return describe_means(SUMS, sums.numpy())
+        return preferences.describe_means(SUMS, sums.numpy())

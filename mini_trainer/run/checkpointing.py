@@ -22,22 +22,7 @@ from mini_trainer.model.method import Method
 from mini_trainer.model.optim.optimizers import state_keys
 from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.objective import PackedModel
-from mini_trainer.run.checkpoint_files import (
-    DAMAGED,
-    DTYPES,
-    STATE,
-    STEP_NAME,
-    TensorReader,
-    check_hash,
-    check_links,
-    chunk_range,
-    find_checkpoints,
-    read_manifest,
-    set_aside,
-    shard_name,
-    step_of,
-    write_tensors,
-)
+from mini_trainer.run import checkpoint_files
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.write_pool import WritePool
 
@@ -159,9 +144,9 @@ class Checkpointer:
         """
         if self.world.rank >= self.world.num_shards:
             return {}
-        name = shard_name(self.world.rank)
+        name = checkpoint_files.shard_name(self.world.rank)
         try:
-            return {"file": name, "entry": write_tensors(self.aside / name, shards, self.pool)}
+            return {"file": name, "entry": checkpoint_files.write_tensors(self.aside / name, shards, self.pool)}
         except Exception as error:
             number = error.errno if isinstance(error, OSError) else None
             place = f" on {socket.gethostname()}" if count_local_ranks() < self.world.world_size else ""
@@ -176,7 +161,7 @@ class Checkpointer:
                 failure.errno = errors[0]["errno"]
                 raise failure
             files = {outcome["file"]: outcome["entry"] for outcome in outcomes if outcome}
-            files[STATE] = write_json(self.aside / STATE, self.state)
+            files[checkpoint_files.STATE] = write_json(self.aside / checkpoint_files.STATE, self.state)
             shards = {"num_shards": self.world.num_shards, "tensors": self.layouts}
             write_manifest(self.aside, {"format": FORMAT, **shards, "files": files})
             disk.put_in_place(self.aside, self.target)  # it exists if the run has resumed from an earlier checkpoint
@@ -185,7 +170,7 @@ class Checkpointer:
             shutil.rmtree(self.aside, ignore_errors=True)
             raise OSError(f"{message}. Older checkpoints are unchanged") from None
         num_valid = 0
-        for path in find_checkpoints(self.directory):
+        for path in checkpoint_files.find_checkpoints(self.directory):
             if num_valid == self.num_kept:
                 disk.remove_directory(path)
             else:
@@ -193,15 +178,15 @@ class Checkpointer:
 
     def choose(self, resume: str) -> Checkpoint | None:
         """Chooses the checkpoint for `--resume`: auto, strict, none, or a checkpoint's path."""
-        call_on_rank0(self.world, lambda: check_links(self.directory))
+        call_on_rank0(self.world, lambda: checkpoint_files.check_links(self.directory))
         call_on_rank0(self.world, lambda: disk.remove_leftovers(self.directory))
         if resume == "none":
             return None
         if resume in ("auto", "strict"):
             return self.open_newest(strict=resume == "strict")
         checkpoint = self.open(Path(resume))
-        newer = call_on_rank0(self.world, lambda: find_checkpoints(self.directory))
-        newer = [path.name for path in newer if step_of(path) > checkpoint.state["position"]["step"]]
+        newer = call_on_rank0(self.world, lambda: checkpoint_files.find_checkpoints(self.directory))
+        newer = [path.name for path in newer if checkpoint_files.step_of(path) > checkpoint.state["position"]["step"]]
         if newer:
             raise ValueError(
                 f"--resume {resume}: {self.directory} has newer checkpoints ({', '.join(newer)}), which the next start"
@@ -215,7 +200,7 @@ class Checkpointer:
         A damaged one is renamed, and the next older one is tried. NoValidCheckpoint if none is left, or, with `strict`,
         if the newest is damaged.
         """
-        for path in call_on_rank0(self.world, lambda: find_checkpoints(self.directory)):
+        for path in call_on_rank0(self.world, lambda: checkpoint_files.find_checkpoints(self.directory)):
             damage, checkpoint = self._verify(path)
             if damage is None:
                 return checkpoint
@@ -223,9 +208,11 @@ class Checkpointer:
                 raise NoValidCheckpoint(
                     f"--resume strict: {path} is not valid: {damage}; --resume auto tries older ones"
                 )
-            renamed = call_on_rank0(self.world, lambda path=path: set_aside(path))
+            renamed = call_on_rank0(self.world, lambda path=path: checkpoint_files.set_aside(path))
             log.warning(f"warning: the checkpoint {path} is not valid: {damage}; renamed to {renamed.name}")
-        damaged = call_on_rank0(self.world, lambda: sorted(path.name for path in self.directory.glob(f"{DAMAGED}*")))
+        damaged = call_on_rank0(
+            self.world, lambda: sorted(path.name for path in self.directory.glob(f"{checkpoint_files.DAMAGED}*"))
+        )
         if damaged:
             raise NoValidCheckpoint(
                 f"{self.directory}: no valid checkpoint is left, only {', '.join(damaged)}; to start from scratch,"
@@ -262,7 +249,7 @@ class Checkpointer:
         """Describes the first damaged file; None if all are unchanged. The ranks share the files."""
         own = range(self.world.rank, checkpoint.layout["num_shards"], self.world.world_size)
         found = gather_on_rank0(
-            self.world, {name: disk.hash_file(checkpoint.path / name) for name in map(shard_name, own)}
+            self.world, {name: disk.hash_file(checkpoint.path / name) for name in map(checkpoint_files.shard_name, own)}
         )
         return call_on_rank0(self.world, lambda: find_damage(checkpoint, found))
 
@@ -273,7 +260,10 @@ class Checkpointer:
 
     def load_weights(self, checkpoint: Checkpoint, model: PackedModel, method: Method) -> None:
         """Fills the weights that the checkpoint has; ValueError if they are of a different model."""
-        reader, layouts = TensorReader(checkpoint.path, checkpoint.layout), checkpoint.layout["tensors"]
+        reader, layouts = (
+            checkpoint_files.TensorReader(checkpoint.path, checkpoint.layout),
+            checkpoint.layout["tensors"],
+        )
         for name, tensor in collect_weights(model, method).items():
             found, wanted = layouts.get(name), describe_layout(tensor)
             if found is None or (found["shape"], found["dtype"]) != (wanted["shape"], wanted["dtype"]):
@@ -282,7 +272,10 @@ class Checkpointer:
 
     def load_optimizer(self, checkpoint: Checkpoint, train_state: TrainState) -> None:
         """Fills the state of optimizer and average; ValueError if the checkpoint is of a different optimizer."""
-        reader, layouts = TensorReader(checkpoint.path, checkpoint.layout), checkpoint.layout["tensors"]
+        reader, layouts = (
+            checkpoint_files.TensorReader(checkpoint.path, checkpoint.layout),
+            checkpoint.layout["tensors"],
+        )
         optimizer, saved_keys = train_state.optimizer, group_state(layouts)
         for param_name, param in train_state.model.named_parameters():
             keys = saved_keys.get(param_name, [])
@@ -301,7 +294,10 @@ class Checkpointer:
 
     def load_average(self, checkpoint: Checkpoint, average: "WeightAverage") -> None:
         """Fills the average; parameters missing from the checkpoint's start at the restored weights."""
-        reader, layouts = TensorReader(checkpoint.path, checkpoint.layout), checkpoint.layout["tensors"]
+        reader, layouts = (
+            checkpoint_files.TensorReader(checkpoint.path, checkpoint.layout),
+            checkpoint.layout["tensors"],
+        )
         average.start()
         held = {name for name in average.values if f"{AVERAGE}/{name}" in layouts}
         for name in held:
@@ -312,9 +308,11 @@ class Checkpointer:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Opens a checkpoint without verifying its tensors; ValueError if it is not one or is incomplete."""
-    manifest = read_manifest(path)
-    check_hash(STATE, disk.hash_file(path / STATE), manifest["files"][STATE])
-    state = disk.read_json(path / STATE)
+    manifest = checkpoint_files.read_manifest(path)
+    checkpoint_files.check_hash(
+        checkpoint_files.STATE, disk.hash_file(path / checkpoint_files.STATE), manifest["files"][checkpoint_files.STATE]
+    )
+    state = disk.read_json(path / checkpoint_files.STATE)
     check_state(state, path.name)
     layout = {key: manifest[key] for key in ("num_shards", "tensors")}
     return Checkpoint(path, disk.hash_json(manifest), layout, state)
@@ -331,15 +329,15 @@ def check_state(state: Any, name: str) -> None:
     except (KeyError, TypeError, AttributeError):
         is_sound = False
     if not is_sound:
-        raise ValueError(f"{STATE} does not have the form that train.py writes")
-    if re.fullmatch(STEP_NAME, name) and name != f"step_{position['step']}":
-        raise ValueError(f"{STATE} is of step {position['step']}, but the directory's name is {name}")
+        raise ValueError(f"{checkpoint_files.STATE} does not have the form that train.py writes")
+    if re.fullmatch(checkpoint_files.STEP_NAME, name) and name != f"step_{position['step']}":
+        raise ValueError(f"{checkpoint_files.STATE} is of step {position['step']}, but the directory's name is {name}")
 
 
 def is_whole(path: Path) -> bool:
     """Whether a checkpoint has all its files in full size; their content is verified on loading."""
     try:
-        read_manifest(path)
+        checkpoint_files.read_manifest(path)
         return True
     except ValueError:
         return False
@@ -348,11 +346,11 @@ def is_whole(path: Path) -> bool:
 def find_damage(checkpoint: Checkpoint, found: list[dict[str, dict[str, Any]]]) -> str | None:
     """Describes the first file whose size or hash, as each rank has `found` them, is not the manifest's."""
     try:
-        manifest = read_manifest(checkpoint.path)
+        manifest = checkpoint_files.read_manifest(checkpoint.path)
         if disk.hash_json(manifest) != checkpoint.digest:
             raise ValueError("it has been replaced meanwhile")
         for name, entry in sorted(entry for entries in found for entry in entries.items()):
-            check_hash(name, entry, manifest["files"][name])
+            checkpoint_files.check_hash(name, entry, manifest["files"][name])
         return None
     except ValueError as error:
         return str(error)
@@ -397,25 +395,25 @@ def describe_layout(tensor: Tensor) -> dict[str, Any]:
         assert all(copy.is_replicate() for copy in copies), f"cannot save a tensor that is placed as {copies}"
         assert isinstance(placement, Shard), f"cannot save a tensor that is placed as {placement}"
         dim = placement.dim
-    return {"shape": list(tensor.shape), "dtype": DTYPES[tensor.dtype], "dim": dim}
+    return {"shape": list(tensor.shape), "dtype": checkpoint_files.DTYPES[tensor.dtype], "dim": dim}
 
 
 @torch.no_grad()
 def make_state(param: DTensor, layout: dict[str, Any]) -> Tensor:
     """Zeros for optimizer state of `layout`, sharded like `param`, possibly shorter in the last dimension."""
-    dtype = next(dtype for dtype, text in DTYPES.items() if text == layout["dtype"])
+    dtype = next(dtype for dtype, text in checkpoint_files.DTYPES.items() if text == layout["dtype"])
     if layout["dim"] is None:
         return torch.zeros(layout["shape"], dtype=dtype, device=param.device)
     return torch.zeros_like(param, dtype=dtype)[..., : layout["shape"][-1]].contiguous()
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, name: str, reader: TensorReader) -> None:
+def fill(tensor: Tensor, name: str, reader: checkpoint_files.TensorReader) -> None:
     """Fills `tensor`, or this rank's shard of it, with the values saved under `name`."""
     offset = [0] * tensor.ndim
     if isinstance(tensor, DTensor):
         dim, mesh = tensor.placements[-1].dim, tensor.device_mesh["shard"]
-        offset[dim], _ = chunk_range(tensor.shape[dim], mesh.get_local_rank(), mesh.size())
+        offset[dim], _ = checkpoint_files.chunk_range(tensor.shape[dim], mesh.get_local_rank(), mesh.size())
         tensor = tensor.to_local()
     reader.read(tensor, name, offset)
     check_finite(tensor, name, where=reader.directory)

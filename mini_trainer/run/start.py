@@ -23,14 +23,8 @@ from mini_trainer.model.build import choose_compute_dtype
 from mini_trainer.model.config import check_rope, choose_tokenizer, load_config, load_generation_config
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import open_optimizer
+from mini_trainer.objectives import objective
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.objective import (
-    Objective,
-    ObjectiveSettings,
-    find_data_kind,
-    make_family,
-    make_objective,
-)
 from mini_trainer.options import (
     DataOptions,
     EndOptions,
@@ -76,7 +70,7 @@ def open_inputs(
     check_choices(options)
     name, settings = choose_objective(options), choose_settings(options)
     inputs = RunInputs(
-        family=make_family(name, settings),
+        family=objective.make_family(name, settings),
         method=choose_method(options),
         data_options=options.data,
         model_options=options.model,
@@ -141,9 +135,9 @@ def choose_objective(options: TrainOptions) -> str:
     return TAUGHT if options.teacher.teacher_weight else name
 
 
-def choose_settings(options: TrainOptions) -> ObjectiveSettings:
+def choose_settings(options: TrainOptions) -> objective.ObjectiveSettings:
     """The options of objectives and model families."""
-    return ObjectiveSettings(
+    return objective.ObjectiveSettings(
         options.classification,
         options.vision,
         options.preference,
@@ -230,15 +224,17 @@ def open_validation_data(o: DataOptions, validation: ValidationOptions, errors: 
     return errors.attempt(open_sets) if paths else None
 
 
-def make_from_data(name: str, settings: ObjectiveSettings, inputs: RunInputs, *, best_metric: str) -> Objective | None:
+def make_from_data(
+    name: str, settings: objective.ObjectiveSettings, inputs: RunInputs, *, best_metric: str
+) -> objective.Objective | None:
     """The objective for the data, before the model's files are known; None if it cannot be made."""
     family, data = inputs.family, inputs.data
     if data is None:
-        kind = find_data_kind(name)
+        kind = objective.find_data_kind(name)
         if COLUMNS[kind].has_labels:  # known only from data
             return None
-        return make_objective(name, settings, family, DataTask(kind))  # a plan without data
-    made = inputs.errors.attempt(lambda: make_objective(name, settings, family, data.task, data.count_labels))
+        return objective.make_objective(name, settings, family, DataTask(kind))  # a plan without data
+    made = inputs.errors.attempt(lambda: objective.make_objective(name, settings, family, data.task, data.count_labels))
     inputs.errors.attempt(lambda: check_validation(data, inputs.validation_data, made, best_metric=best_metric))
     return made
 

@@ -5,20 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mini_trainer.data.chat import rendering
-from mini_trainer.data.chat.conversation import (
-    ASSISTANT,
-    PLACEHOLDER,
-    Chat,
-    Located,
-    Message,
-    Outline,
-    Passage,
-    PreparedChat,
-    make_outline,
-    prepare_chat,
-    split_at_placeholders,
-)
+from mini_trainer.data.chat import conversation, rendering
 from mini_trainer.data.chat.placing import PlaceMemory, check_completeness, check_names, check_places, check_rest
 from mini_trainer.data.chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_reasoning
 from mini_trainer.data.chat.skeletons import (
@@ -37,7 +24,7 @@ MAX_NUM_SKELETONS = 4096  # bounds memory if every conversation has its own outl
 MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversations have outlines of their own
 
 
-def describe_beginnings(outline: Outline, skeleton: Skeleton) -> None:
+def describe_beginnings(outline: conversation.Outline, skeleton: Skeleton) -> None:
     """Sets `beginning` and `lacks_reasoning` of the skeleton's assistant turns."""
     written = {slot.leaf for slot in skeleton.slots}
     reasoning: dict[int, list[int]] = {}  # by message, under any of its keys
@@ -47,13 +34,13 @@ def describe_beginnings(outline: Outline, skeleton: Skeleton) -> None:
     lacking = {message for message, own in reasoning.items() if written.isdisjoint(own)}
     skeleton.turns[:] = [
         replace(turn, beginning=describe_beginning(turn, outline, skeleton), lacks_reasoning=turn.message in lacking)
-        if outline.messages[turn.message]["role"] == ASSISTANT
+        if outline.messages[turn.message]["role"] == conversation.ASSISTANT
         else turn
         for turn in skeleton.turns
     ]
 
 
-def describe_beginning(turn: Turn, outline: Outline, skeleton: Skeleton) -> Beginning | None:
+def describe_beginning(turn: Turn, outline: conversation.Outline, skeleton: Skeleton) -> Beginning | None:
     """The turn's beginning; None if its prompt writes no more than the row, or if it has no prompt."""
     index, offset = turn.header or turn.start
     literal = skeleton.literals[index]
@@ -77,7 +64,7 @@ class SkeletonLearner:
     turns: TurnMemory = field(default_factory=TurnMemory)
     places: PlaceMemory = field(default_factory=PlaceMemory)
 
-    def learn(self, outline: Outline, *, unmasked: set[int], render: Render) -> Skeleton:
+    def learn(self, outline: conversation.Outline, *, unmasked: set[int], render: Render) -> Skeleton:
         """The skeleton of `outline`, with the turns that can be trained: the assistant's, and the messages in
         `unmasked`.
 
@@ -103,20 +90,20 @@ class SkeletonLearner:
         describe_beginnings(outline, skeleton)
         return skeleton
 
-    def start(self, outline: Outline, render: Render) -> tuple[str, Skeleton]:
+    def start(self, outline: conversation.Outline, render: Render) -> tuple[str, Skeleton]:
         """The outline's rendering, and its skeleton without turns."""
         check_rest(outline, self.stops)
         try:
             (text,) = render([outline.messages])
         except ValueError as error:
             raise ValueError(f"{error}; tried with placeholder texts and names, to locate them") from None
-        order, literals = split_at_placeholders(text)
+        order, literals = conversation.split_at_placeholders(text)
         if any(leaf >= len(outline.leaves) for leaf in order):
             raise ValueError("the chat template writes text that looks like a placeholder used for masking")
         named_by_id = check_completeness(outline, order, render)
 
         def pad() -> list[str]:
-            padded_order, gaps = split_at_placeholders(render([pad_outline(outline)])[0])
+            padded_order, gaps = conversation.split_at_placeholders(render([pad_outline(outline)])[0])
             if order != padded_order:
                 raise ValueError(
                     "the chat template writes different texts, or in a different order, if whitespace surrounds them"
@@ -127,25 +114,27 @@ class SkeletonLearner:
         return text, Skeleton(literals, slots, [], named_by_id)
 
     def learn_turns(
-        self, outline: Outline, skeleton: Skeleton, text: str, *, unmasked: set[int], render: Render
+        self, outline: conversation.Outline, skeleton: Skeleton, text: str, *, unmasked: set[int], render: Render
     ) -> None:
         """Adds the turns to the skeleton, and checks that every text is in the right turn."""
         learner = TurnLearner(outline, skeleton, render, self.stops, self.turns)
         for i, message in enumerate(outline.messages):
-            if message["role"] == ASSISTANT:
+            if message["role"] == conversation.ASSISTANT:
                 skeleton.turns.append(learner.learn_assistant_turn(i))
             elif i in unmasked:
                 skeleton.turns.extend(learner.learn_other_turn(i))
         check_places(outline, skeleton)
         self.places.check_arguments(outline, skeleton, render, text)
 
-    def learn_marked(self, outline: Outline, marked: list[tuple[int, int]], text: str, *, render: Render) -> Skeleton:
+    def learn_marked(
+        self, outline: conversation.Outline, marked: list[tuple[int, int]], text: str, *, render: Render
+    ) -> Skeleton:
         """The skeleton of an outline whose turns are the passages `marked` of its rendering `text`, which the template
         marks as generated, without their part in the generation prompt."""
         rendered, skeleton = self.start(outline, render)
         if rendered != text:
             raise ValueError("the chat template writes different text when it marks generated passages")
-        assistants = [i for i, message in enumerate(outline.messages) if message["role"] == ASSISTANT]
+        assistants = [i for i, message in enumerate(outline.messages) if message["role"] == conversation.ASSISTANT]
         learner = TurnLearner(outline, skeleton, render, self.stops, self.turns)
         for i, (first, last) in zip(assistants, marked, strict=True):
             mark, end = locate(text, first), locate(text, self.stops.trim(text, first, last))
@@ -165,16 +154,16 @@ class SkeletonLearner:
 def locate(text: str, at: int) -> tuple[int, int]:
     """The literal that holds character `at` of an outline's rendering, and the offset into it."""
     start, k = 0, 0
-    for k, placeholder in enumerate(PLACEHOLDER.finditer(text)):
+    for k, placeholder in enumerate(conversation.PLACEHOLDER.finditer(text)):
         if at <= placeholder.start():
             return k, at - start
         if at < placeholder.end():
             raise ValueError("the chat template marks a part of a text as generated")
         start = placeholder.end()
-    return len(PLACEHOLDER.findall(text)), at - start
+    return len(conversation.PLACEHOLDER.findall(text)), at - start
 
 
-def divide_turns(outline: Outline, order: list[int]) -> tuple[Outline, list[int]] | None:
+def divide_turns(outline: conversation.Outline, order: list[int]) -> tuple[conversation.Outline, list[int]] | None:
     """The conversation with each content that follows the results of its message's calls (Gemma 4) as a message of its
     own, after the results; and the original index of each message. None if there is no such content."""
     divided = find_divided(outline, order)
@@ -186,13 +175,13 @@ def divide_turns(outline: Outline, order: list[int]) -> tuple[Outline, list[int]
         while j < len(outline.messages) and outline.messages[j]["role"] == "tool":
             j += 1
         contents_at[j] = i
-    messages: list[Message] = []
+    messages: list[conversation.Message] = []
     original: list[int] = []
     place, content_place = {}, {}
     for i, message in enumerate([*outline.messages, None]):
         if i in contents_at:
             content_place[contents_at[i]] = len(messages)
-            messages.append({"role": ASSISTANT, "content": outline.messages[contents_at[i]]["content"]})
+            messages.append({"role": conversation.ASSISTANT, "content": outline.messages[contents_at[i]]["content"]})
             original.append(contents_at[i])
         if message is not None:
             place[i] = len(messages)
@@ -204,10 +193,10 @@ def divide_turns(outline: Outline, order: list[int]) -> tuple[Outline, list[int]
         )
         for leaf in outline.leaves
     ]
-    return Outline(messages, leaves), original
+    return conversation.Outline(messages, leaves), original
 
 
-def find_divided(outline: Outline, order: list[int]) -> set[int]:
+def find_divided(outline: conversation.Outline, order: list[int]) -> set[int]:
     """The messages with calls whose content follows another message's text."""
     called: dict[int, int] = {}  # message -> slot of its first call
     latest: list[tuple[int, int]] = []  # the last two messages with a text, and its slot
@@ -241,7 +230,7 @@ class TurnFinder:
         self.skeletons.clear()
         self.num_slots = 0
 
-    def find_spans(self, text: str, chat: PreparedChat) -> list[Span]:
+    def find_spans(self, text: str, chat: conversation.PreparedChat) -> list[Span]:
         """The spans of the turns in a rendered chat."""
         render = partial(self.renderer.render, tools=chat.tools)
         skeleton = self.find_skeleton(chat, render)
@@ -254,10 +243,12 @@ class TurnFinder:
             check_names(skeleton, chat.values, chat.outline)
         return spans
 
-    def find_spans_alone(self, text: str, chat: PreparedChat, render: Render, error: ValueError) -> list[Span]:
+    def find_spans_alone(
+        self, text: str, chat: conversation.PreparedChat, render: Render, error: ValueError
+    ) -> list[Span]:
         """`find_spans` with a skeleton for this row alone, for templates that write other parts differently depending
         on the texts of roles other than the assistant. Raises `error` if that does not help."""
-        outline = make_outline(chat.messages, only=ASSISTANT)
+        outline = conversation.make_outline(chat.messages, only=conversation.ASSISTANT)
         if chat.unmasked or outline.text == chat.outline.text:
             raise error
         try:
@@ -266,7 +257,7 @@ class TurnFinder:
         except ValueError:
             raise error from None
 
-    def find_skeleton(self, chat: PreparedChat, render: Render) -> Skeleton:
+    def find_skeleton(self, chat: conversation.PreparedChat, render: Render) -> Skeleton:
         """The chat's skeleton, learned once per outline."""
         key = chat.key
         if key not in self.skeletons:
@@ -282,7 +273,7 @@ class TurnFinder:
         self.skeletons[key] = skeleton
         self.num_slots += len(skeleton.slots)
 
-    def check_tools_are_written(self, chat: PreparedChat, render: Render) -> None:
+    def check_tools_are_written(self, chat: conversation.PreparedChat, render: Render) -> None:
         """Refuses a template that leaves out the tools, which can depend on the set of roles, the first and the last
         role."""
         if not chat.tools:
@@ -298,7 +289,9 @@ class TurnFinder:
             self.written_tools.clear()
         self.written_tools.add(key)
 
-    def find_marked_spans(self, text: str, marked: list[tuple[int, int]], chat: PreparedChat) -> list[Span]:
+    def find_marked_spans(
+        self, text: str, marked: list[tuple[int, int]], chat: conversation.PreparedChat
+    ) -> list[Span]:
         """The turns of the passages that the template marks as generated, without the text of the generation prompt
         and without whitespace after the stop token."""
         skeleton = self.find_marked_skeleton(chat)
@@ -318,7 +311,7 @@ class TurnFinder:
             spans.append(Span(start, self.stops.trim(text, start, end), turn, opens))
         return spans
 
-    def find_marked_skeleton(self, chat: PreparedChat) -> Skeleton:
+    def find_marked_skeleton(self, chat: conversation.PreparedChat) -> Skeleton:
         """The chat's skeleton with the turns that the template marks, learned once per outline."""
         key = ("marked", *chat.key)
         if key not in self.skeletons:
@@ -337,8 +330,8 @@ class TurnFinder:
             self.skeletons.pop(each, None)
 
 
-def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[Message]) -> None:
-    num_turns = sum(message["role"] == ASSISTANT for message in messages)
+def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[conversation.Message]) -> None:
+    num_turns = sum(message["role"] == conversation.ASSISTANT for message in messages)
     if len(marked) != num_turns:
         raise ValueError(
             f"the chat template marks {len(marked)} passages as generated where the assistant has"
@@ -361,15 +354,17 @@ class PassageLocator:
         """The same without --thinking-prefix."""
         return replace(self, matcher=replace(self.matcher, as_prompted=False))
 
-    def locate_each(self, chats: Sequence[PreparedChat | ValueError]) -> list[Located | ValueError]:
+    def locate_each(
+        self, chats: Sequence[conversation.PreparedChat | ValueError]
+    ) -> list[conversation.Located | ValueError]:
         """The chats, rendered, or the error that makes one unusable."""
         rendered = self.renderer.render_each(chats)
         return [rendering.catch_error(self.locate, *pair) for pair in zip(rendered, chats, strict=True)]
 
-    def locate_one(self, chat: Chat) -> Located:
-        return self.locate(self.renderer.render_one(chat.messages, tools=chat.tools), prepare_chat(chat))
+    def locate_one(self, chat: conversation.Chat) -> conversation.Located:
+        return self.locate(self.renderer.render_one(chat.messages, tools=chat.tools), conversation.prepare_chat(chat))
 
-    def locate(self, rendered: rendering.Rendered, chat: PreparedChat) -> Located:
+    def locate(self, rendered: rendering.Rendered, chat: conversation.PreparedChat) -> conversation.Located:
         """A rendered chat and its trained passages."""
         located = rendering.catch_error(self.locate_now, rendered, chat)
         if isinstance(located, ValueError) and self.renderer.tells_time:
@@ -379,7 +374,7 @@ class PassageLocator:
             raise located
         return located
 
-    def locate_now(self, rendered: rendering.Rendered, chat: PreparedChat) -> Located:
+    def locate_now(self, rendered: rendering.Rendered, chat: conversation.PreparedChat) -> conversation.Located:
         text = rendering.check_unicode(rendering.check_length(rendered.text))
         if rendered.marked is None:
             spans = self.finder.find_spans(text, chat)
@@ -387,7 +382,7 @@ class PassageLocator:
             spans = self.finder.find_marked_spans(text, rendered.marked, chat)
             if chat.unmasked:
                 others = self.finder.find_spans(text, chat)
-                spans += [span for span in others if chat.messages[span.message]["role"] != ASSISTANT]
+                spans += [span for span in others if chat.messages[span.message]["role"] != conversation.ASSISTANT]
         render = partial(self.renderer.render, tools=chat.tools)
         unread = [] if chat.is_plain else find_unread_keys(chat.messages, text, render)
         trained = [weight > 0 for weight in chat.weights]
@@ -397,9 +392,9 @@ class PassageLocator:
         if self.strict_reasoning:
             refuse_untrained_reasoning(remarks)
         passages = [
-            Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
+            conversation.Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
             for span in sorted(spans, key=lambda span: span.start)
             if chat.weights[span.message] > 0
         ]
         is_weighted = any(weight not in (0.0, 1.0) for weight in chat.weights)
-        return Located(text, passages, is_weighted, remarks=(*remarks, *unread))
+        return conversation.Located(text, passages, is_weighted, remarks=(*remarks, *unread))

@@ -11,16 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mini_trainer.data.chat.conversation import (
-    ASSISTANT,
-    OTHER_STAND_IN,
-    STAND_IN,
-    Message,
-    Outline,
-    has_calls,
-    list_keys,
-    split_at_placeholders,
-)
+from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.skeletons import MAX_NUM_REMEMBERED, Render, Skeleton, Turn, common_length
 
 REASONING_OPENING = re.compile(r"<\|?think(?:ing|:\w+)?\|?>|<\|START_THINKING\|>|\[THINK\]|<\|channel>thought")
@@ -120,7 +111,7 @@ class TurnMemory:
 class TurnLearner:
     """Learns where turns begin and end in one skeleton."""
 
-    outline: Outline
+    outline: conversation.Outline
     skeleton: Skeleton
     render: Render
     stops: Stops
@@ -137,7 +128,7 @@ class TurnLearner:
             slots.setdefault(self.outline.leaves[leaf].message, []).append(k)
         return slots
 
-    def stand_in(self, role: str, text: str) -> Message:
+    def stand_in(self, role: str, text: str) -> conversation.Message:
         """A message to replace another, with its content in the form of this conversation's contents."""
         has_parts = any(isinstance(message.get("content"), list) for message in self.outline.messages)
         return {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
@@ -145,13 +136,15 @@ class TurnLearner:
     @cached_property
     def tokens_that_end_users_turns(self) -> set[str]:
         """The special token that the template writes directly after a user's text if no other turn follows."""
-        _, literals = split_at_placeholders(self.render([[self.stand_in("user", OTHER_STAND_IN)]])[0])
+        _, literals = conversation.split_at_placeholders(
+            self.render([[self.stand_in("user", conversation.OTHER_STAND_IN)]])[0]
+        )
         found = self.stops.special.match(literals[-1].lstrip())
         return {found[0]} if found else set()
 
     def render_cut(self, message: int) -> tuple[list[int], list[str]]:
         """Leaves and literals of the conversation up to and including this message."""
-        return split_at_placeholders(self.render([self.outline.messages[: message + 1]])[0])
+        return conversation.split_at_placeholders(self.render([self.outline.messages[: message + 1]])[0])
 
     def learn_other_turn(self, message: int) -> list[Turn]:
         """The message's content and, if it has one, its end-of-turn token; no turn if it has no content."""
@@ -195,7 +188,7 @@ class TurnLearner:
     def describe_start(self, message: int, first: int) -> tuple[object, ...]:
         """A key of everything that the beginning of a turn depends on."""
         messages, leaves = self.outline.messages, self.outline.leaves
-        before = [(m["role"], has_calls(m)) for m in messages[max(0, message - 3) : message]]
+        before = [(m["role"], conversation.has_calls(m)) for m in messages[max(0, message - 3) : message]]
         neighbours = [
             (leaves[leaf].kind, leaves[leaf].message - message) for leaf in self.order[max(first - 1, 0) : first + 1]
         ]
@@ -226,26 +219,29 @@ class TurnLearner:
         header = prompt.find_header(self.skeleton.literals[first])
         return (first, len(header)), prompt.find_rests(header), prompt.text
 
-    def learn_prompt(self, context: list[Message], message: Message) -> GenerationPrompt:
+    def learn_prompt(self, context: list[conversation.Message], message: conversation.Message) -> GenerationPrompt:
         """The prompt for the message that follows `context`, checked with a turn that has only a content."""
         (prompted,), (plain,) = self.render([context], generation_prompt=True), self.render([context])
-        order, literals = split_at_placeholders(prompted)
-        follower = message if is_simple(message) else self.stand_in(ASSISTANT, STAND_IN)
-        cut_order, cut = split_at_placeholders(self.render([[*context, follower]])[0])
+        order, literals = conversation.split_at_placeholders(prompted)
+        follower = message if is_simple(message) else self.stand_in(conversation.ASSISTANT, conversation.STAND_IN)
+        cut_order, cut = conversation.split_at_placeholders(self.render([[*context, follower]])[0])
         at = len(cut_order) - 1  # the content is the last text
         literal, prompt = cut[at], literals[-1]
         if at < 0 or cut_order[at] in order or cut_order[:at][-1:] != order[-1:]:
             raise no_prompt(literal, prompt)
         if prompted == plain and literal[len(prompt) :].strip():
             raise not_prompted(context[-1]["role"], literal[len(prompt) :], prompt)
-        unknown = GenerationPrompt(prompt, split_at_placeholders(plain)[1][-1], order)
+        unknown = GenerationPrompt(prompt, conversation.split_at_placeholders(plain)[1][-1], order)
         header = literal if prompt.startswith(literal) else unknown.find_header(literal)
         return replace(unknown, header=header)
 
     def learn_start_after_header(self, first: int) -> tuple[tuple[int, int], tuple[str, ...]]:
         """The start of a turn without a prompt, such as a conversation's first message: after the header that would
         follow a user's turn."""
-        prompt = self.learn_prompt([self.stand_in("user", OTHER_STAND_IN)], self.stand_in(ASSISTANT, STAND_IN))
+        prompt = self.learn_prompt(
+            [self.stand_in("user", conversation.OTHER_STAND_IN)],
+            self.stand_in(conversation.ASSISTANT, conversation.STAND_IN),
+        )
         literal = self.skeleton.literals[first]
         for whole in dict.fromkeys((prompt.header, prompt.base)):
             header = whole[self.find_border(prompt.plain, whole) :]
@@ -292,13 +288,13 @@ class TurnLearner:
             after += 1
         kinds = [(leaves[leaf].kind, leaves[leaf].message == message) for leaf in self.order[last_new : after + 1]]
         following = [m["role"] for m in self.outline.messages[message + 1 : message + 2]]
-        calls = has_calls(self.outline.messages[message])
+        calls = conversation.has_calls(self.outline.messages[message])
         literal, *others = self.skeleton.literals[last_new + 1 : after + 1]
         found = self.stops.special.search(literal)
         before = found.start() if found else 0
         start = literal[:before]
         if start.count('"') >= 2:  # a key needs two quotes
-            for key in list_keys(self.outline.messages[message]):
+            for key in conversation.list_keys(self.outline.messages[message]):
                 start = start.replace(json.dumps(key, ensure_ascii=False), '"key"')
         return last_new, (start, literal[before:], *others, *kinds, *following, calls), before
 
@@ -372,11 +368,11 @@ class TurnLearner:
                 raise ValueError(f"the chat template writes no known end-of-turn token after message {message + 1}")
             index, offset = index + 1, 0
 
-    def render_continued(self, messages: list[Message], last_leaf: int) -> str | None:
+    def render_continued(self, messages: list[conversation.Message], last_leaf: int) -> str | None:
         """The text after the last text of `messages` if a user's turn follows; None if the template refuses that."""
-        user = self.stand_in("user", OTHER_STAND_IN)
+        user = self.stand_in("user", conversation.OTHER_STAND_IN)
         try:
-            order, literals = split_at_placeholders(self.render([[*messages, user]])[0])
+            order, literals = conversation.split_at_placeholders(self.render([[*messages, user]])[0])
         except ValueError:
             return None
         slots = [k for k, leaf in enumerate(order) if leaf == last_leaf]
@@ -409,7 +405,7 @@ class TurnLearner:
         return len(tail) if is_last else found.end()
 
 
-def is_simple(message: Message) -> bool:
+def is_simple(message: conversation.Message) -> bool:
     """Whether the message has only a role and a text."""
     return set(message) == {"role", "content"} and isinstance(message["content"], str) and message["content"] != ""
 

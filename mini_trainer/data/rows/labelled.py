@@ -30,16 +30,8 @@ from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.rendering import check_unicode
 from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask, LabelType, describe_task, read_task
 from mini_trainer.data.columns.label_columns import describe_names
+from mini_trainer.data.rows import column_names
 from mini_trainer.data.rows.chat_rows import build_chat, parse_lists, parse_turns, require_list
-from mini_trainer.data.rows.column_names import (
-    WEIGHING,
-    Fields,
-    check_columns,
-    check_messages,
-    drop_ignored,
-    find_name,
-    look_up,
-)
 from mini_trainer.data.rows.files import Chunk, Source
 from mini_trainer.data.rows.values import read_features
 from mini_trainer.data.stores.disk import read_object
@@ -85,30 +77,36 @@ class Labelled:
         return self.content
 
 
-def read_labelled(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Labelled]:
+def read_labelled(
+    values: column_names.Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions
+) -> list[Labelled]:
     """The row's content and label. Counts unread columns; one that weights the row raises RefusedColumn."""
     return [read_row(check_values(values, options, tally), options, is_cell=chunk.encoding == "table")]
 
 
-def check_values(values: Fields, options: RowOptions, tally: Counter[str]) -> Fields:
+def check_values(values: column_names.Fields, options: RowOptions, tally: Counter[str]) -> column_names.Fields:
     """The row without ignored columns. Raises RefusedColumn for a column, or a key of a message, that says how much is
     trained. Unread labels and scores are treated like any other column."""
-    values = parse_turns(drop_ignored(values, options.ignore_columns, tally), ())
+    values = parse_turns(column_names.drop_ignored(values, options.ignore_columns, tally), ())
     label, text = options.column("label"), options.column("text")
     labels = ("label", "labels") if label is None else (label,)
     values = parse_lists(values, (*(("tokens",) if text is None else ()), *labels))
     texts = ("text", "tokens", "messages") if text is None else (text,)
     read = {"tools", *texts, options.column("text_pair") or "text_pair", *labels}
-    ignored, meanings, why = options.ignore_columns, (WEIGHING,), "Classification does not read such columns"
-    check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
-    return check_messages(values, ignored, tally, marks=(), meanings=meanings)
+    ignored, meanings, why = (
+        options.ignore_columns,
+        (column_names.WEIGHING,),
+        "Classification does not read such columns",
+    )
+    column_names.check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
+    return column_names.check_messages(values, ignored, tally, marks=(), meanings=meanings)
 
 
-def read_row(values: Fields, options: RowOptions, *, is_cell: bool) -> Labelled:
+def read_row(values: column_names.Fields, options: RowOptions, *, is_cell: bool) -> Labelled:
     """The row's content and label. Raises ValueError if one is missing or there are two contents."""
     content = read_content(values, options)
-    name = find_name(values, options.column("label"), ("label", "labels"), option="--columns label=")
-    given = look_up(values, name)
+    name = column_names.find_name(values, options.column("label"), ("label", "labels"), option="--columns label=")
+    given = column_names.look_up(values, name)
     if isinstance(content, Words):
         labels = [read_label(label, f"{name!r}, word {i}") for i, label in enumerate(require_items(given, name), 1)]
         if len(labels) != len(content.words):
@@ -122,15 +120,15 @@ def read_row(values: Fields, options: RowOptions, *, is_cell: bool) -> Labelled:
     return Labelled(content, labels)
 
 
-def read_content(values: Fields, options: RowOptions) -> Content:
+def read_content(values: column_names.Fields, options: RowOptions) -> Content:
     """The content to classify."""
     choices = ("text", "tokens", "messages") if options.column("text") is None else ()
-    name = find_name(values, options.column("text"), choices, option="--columns text=")
+    name = column_names.find_name(values, options.column("text"), choices, option="--columns text=")
     pair = options.column("text_pair") or "text_pair"
-    is_pair = options.column("text_pair") is not None or look_up(values, pair) is not None
-    value = look_up(values, name)
+    is_pair = options.column("text_pair") is not None or column_names.look_up(values, pair) is not None
+    value = column_names.look_up(values, name)
     if is_pair:
-        return TextPair(read_text(value, name), read_text(look_up(values, pair), pair))
+        return TextPair(read_text(value, name), read_text(column_names.look_up(values, pair), pair))
     if name == "messages":
         return build_chat(require_list(values, name), {key: values[key] for key in ("tools",) if key in values})
     if isinstance(value, list):

@@ -25,14 +25,8 @@ from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
 from mini_trainer.distributed.messages import hide_secrets
+from mini_trainer.options import urls
 from mini_trainer.options.problems.finding import require
-from mini_trainer.options.urls import (
-    PACKAGES,
-    RefusedRedirect,
-    check_redirect,
-    find_url_faults,
-    split_scheme,
-)
 
 Result = TypeVar("Result")
 
@@ -91,7 +85,7 @@ def retry_transfer(attempt: Callable[[], Result], what: str, waits: Sequence[flo
 @functools.cache
 def make_http_settings(seconds: float) -> dict[str, Any]:
     """Settings of fsspec's file system for web servers: timeouts, and a check of redirects."""
-    aiohttp = importlib.import_module(PACKAGES["http"])
+    aiohttp = importlib.import_module(urls.PACKAGES["http"])
 
     async def begin(session: Any, context: Any, request: Any) -> None:
         context.url = str(request.url)
@@ -99,7 +93,7 @@ def make_http_settings(seconds: float) -> dict[str, Any]:
     async def follow(session: Any, context: Any, request: Any) -> None:
         headers = request.response.headers
         target = urljoin(str(request.url), headers.get("Location") or headers.get("URI") or "")
-        await asyncio.get_running_loop().run_in_executor(None, check_redirect, context.url, target)
+        await asyncio.get_running_loop().run_in_executor(None, urls.check_redirect, context.url, target)
 
     trace = aiohttp.TraceConfig()
     trace.on_request_start.append(begin)
@@ -198,16 +192,16 @@ def look_up_remote(url: str) -> RemoteFile | None:
 @contextmanager
 def refused_if_unreachable(url: str, *, flag: str) -> Iterator[None]:
     """Raises ValueError naming the URL if it is faulty, or its store cannot be asked."""
-    if faults := find_url_faults(url, flag=flag):
+    if faults := urls.find_url_faults(url, flag=flag):
         raise ValueError("\n".join(faults))
-    require(PACKAGES[split_scheme(url)[0]], flag=f"{flag} {url}:")
+    require(urls.PACKAGES[urls.split_scheme(url)[0]], flag=f"{flag} {url}:")
     try:
         yield
     except ValueError:
         raise
     except Exception as error:  # each store's library has its own
         cause = error.__cause__
-        if isinstance(cause, RefusedRedirect):
+        if isinstance(cause, urls.RefusedRedirect):
             why = str(cause)
         elif isinstance(error, FileNotFoundError):  # also if a web server does not answer
             why = "no such file" + ("" if cause is None else f", or it cannot be reached: {cause}")
@@ -272,7 +266,7 @@ def upload_directory(source: Path, url: str, *, last: Sequence[str] = (), waits:
 
 def check_writable(folder: str) -> None:
     """ValueError if nothing can be written below a URL: no such bucket, no credentials, no permission."""
-    is_hub = split_scheme(folder)[0] == "hf"
+    is_hub = urls.split_scheme(folder)[0] == "hf"
     try:
         filesystem, path = open_filesystem(f"{folder.rstrip('/')}/{PROBE}")
         if is_hub:  # anything written is a commit
@@ -292,7 +286,7 @@ def check_writable(folder: str) -> None:
 
 def describe_upload(directory: Path, url: str) -> str:
     """A command that copies a directory to a store."""
-    scheme, place = split_scheme(url)
+    scheme, place = urls.split_scheme(url)
     if scheme in COPYING:
         return shlex.join([*COPYING[scheme], str(directory), url])
     parts, options = place.strip("/").split("/"), []

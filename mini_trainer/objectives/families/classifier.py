@@ -25,16 +25,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from mini_trainer.data.columns.base import Sample, list_sequences
-from mini_trainer.objectives.families.family import (
-    Encoded,
-    Family,
-    MicroBatch,
-    ReferenceForward,
-    Row,
-    RowModel,
-    describe_row,
-    pack_row,
-)
+from mini_trainer.objectives.families import family
 from mini_trainer.objectives.families.text_tower import find_base
 
 NO_TOKEN = -1  # not the id of any token
@@ -62,7 +53,7 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class ClassifierFamily(Family):
+class ClassifierFamily(family.Family):
     """Classifiers of tokens or of whole sequences."""
 
     of_tokens: bool
@@ -142,16 +133,16 @@ class ClassifierFamily(Family):
             model.config.pad_token_id = self.pad_token_id  # as in an export: decoders search for it
         return ClassifierRowModel(model, of_tokens=self.of_tokens)
 
-    def pack(self, samples: Sequence[Sample]) -> tuple[Row, Tensor | None]:
+    def pack(self, samples: Sequence[Sample]) -> tuple[family.Row, Tensor | None]:
         """The row, and which text of its pair each token belongs to (1, T), if any sample has these types."""
-        row = replace(pack_row([ids for sample in samples for ids in list_sequences(sample)]), is_two_sided=True)
+        row = replace(family.pack_row([ids for sample in samples for ids in list_sequences(sample)]), is_two_sided=True)
         if not any("token_type_ids" in sample for sample in samples):
             return row, None
         types = [sample.get("token_type_ids", np.zeros(len(sample["input_ids"]))) for sample in samples]
         return row, torch.from_numpy(np.concatenate(types).astype(np.int64))[None]
 
 
-class ClassifierRowModel(RowModel):
+class ClassifierRowModel(family.RowModel):
     """Reads rows with a classifier.
 
     The base model runs once over the packed row. The state that its head reads from each sequence (or labelled token)
@@ -164,16 +155,16 @@ class ClassifierRowModel(RowModel):
         self.pooling = None if of_tokens else find_pooling(model)
         self.takes_types = "token_type_ids" in inspect.signature(type(find_base(model)).forward).parameters
 
-    def encode(self, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Encoded:
-        arguments = describe_row(micro_batch, pad_position=self.pad_position) | self.describe_types(micro_batch)
-        return Encoded(find_base(self.model)(**arguments).last_hidden_state)
+    def encode(self, micro_batch: family.MicroBatch, *, shared: Tensor | None = None) -> family.Encoded:
+        arguments = family.describe_row(micro_batch, pad_position=self.pad_position) | self.describe_types(micro_batch)
+        return family.Encoded(find_base(self.model)(**arguments).last_hidden_state)
 
-    def describe_types(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    def describe_types(self, micro_batch: family.MicroBatch) -> dict[str, Tensor]:
         if micro_batch.extras is None or not self.takes_types:
             return {}
         return {"token_type_ids": micro_batch.extras}
 
-    def classify(self, hidden: Tensor, row: Row, index: Tensor) -> Tensor:  # (1, T, H), (N,) -> (N, C) fp32
+    def classify(self, hidden: Tensor, row: family.Row, index: Tensor) -> Tensor:  # (1, T, H), (N,) -> (N, C) fp32
         """The logits of these tokens or sequences of the row."""
         # (1, N, H), or (N, 1, H) for sequences
         states = hidden[:, index] if self.of_tokens else self.pool(hidden[0], row)[index, None]
@@ -182,7 +173,7 @@ class ClassifierRowModel(RowModel):
             logits = self.model(input_ids=input_ids).logits
         return logits.reshape(len(index), logits.shape[-1]).float()
 
-    def pool(self, hidden: Tensor, row: Row) -> Tensor:  # (T, H) -> (n, H)
+    def pool(self, hidden: Tensor, row: family.Row) -> Tensor:  # (T, H) -> (n, H)
         """For each sequence, the state that the model's head reads."""
         starts, ends = row.cu_seqlens[:-1].long(), row.cu_seqlens[1:].long()
         if self.pooling == "first":
@@ -200,10 +191,10 @@ class ClassifierRowModel(RowModel):
             index = torch.where(row.input_ids[0] == pad_id, 0, index)
         return hidden[starts.scatter_reduce(0, sequence_of, index, "amax")]
 
-    def run_own(self, micro_batch: MicroBatch) -> ReferenceForward:
+    def run_own(self, micro_batch: family.MicroBatch) -> family.ReferenceForward:
         arguments = dict(input_ids=micro_batch.row.input_ids) | self.describe_types(micro_batch)
         hidden = find_base(self.model)(**arguments, use_cache=False).last_hidden_state
-        return ReferenceForward(hidden, self.model(**arguments).logits)
+        return family.ReferenceForward(hidden, self.model(**arguments).logits)
 
 
 @contextmanager

@@ -14,26 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 from mini_trainer.distributed.world import sum_parts
-from mini_trainer.objectives.families.family import (
-    Encoded,
-    Family,
-    MicroBatch,
-    ReferenceForward,
-    Row,
-    RowModel,
-    chunk_sequences,
-    describe_row,
-    gather_ids,
-)
-from mini_trainer.objectives.families.text_tower import (
-    LeftOut,
-    find_decoder,
-    find_needed,
-    find_placeholders,
-    is_multimodal,
-    keep_text_tower,
-    text_config,
-)
+from mini_trainer.objectives.families import family, text_tower
 
 GLOBAL_BATCH = "global-batch"  # --router-loss-over: all loads are counted ahead
 WITHOUT_SCALE = ("aya_vision", "cohere2_vision")  # model types whose forward ignores their text model's logit_scale
@@ -41,7 +22,7 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap
 
 
 @dataclass(frozen=True)
-class TextFamily(Family):
+class TextFamily(family.Family):
     """Causal language models, and the text towers of multimodal models."""
 
     # Coefficient of a mixture of experts' auxiliary loss; None: from the model's config.
@@ -58,7 +39,7 @@ class TextFamily(Family):
                 " but a row here is one text: use a decoder-only model"
             )
         is_custom = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-        text = text_config(config)
+        text = text_tower.text_config(config)
         if text is not config and getattr(text, "is_encoder_decoder", False):
             return (
                 f"model type {config.model_type!r} is an encoder-decoder, but packed rows have no input for its encoder"
@@ -72,7 +53,7 @@ class TextFamily(Family):
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
         auto_class = choose_auto_class(config)
         model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        if is_multimodal(config) and (needed := find_needed(model)):
+        if text_tower.is_multimodal(config) and (needed := text_tower.find_needed(model)):
             raise ValueError(
                 f"model type {config.model_type!r} cannot be trained on text: {type(model).__name__} also requires"
                 f" {', '.join(needed)}"
@@ -93,11 +74,11 @@ class TextFamily(Family):
             trust_remote_code=trust_remote_code,
         )
 
-    def leave_out(self, model: PreTrainedModel) -> LeftOut:
-        return keep_text_tower(model)
+    def leave_out(self, model: PreTrainedModel) -> text_tower.LeftOut:
+        return text_tower.keep_text_tower(model)
 
     def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
-        return find_placeholders(config)
+        return text_tower.find_placeholders(config)
 
     def check_router_loss(self, model: PreTrainedModel) -> None:
         """ValueError if the model has no auxiliary loss of experts for the options, before weights are read."""
@@ -117,12 +98,16 @@ def choose_auto_class(config: PreTrainedConfig) -> Any:
     """transformers' Auto class for a config; for a multimodal one, the class of the whole model."""
     is_whole = type(config) in AutoModelForMultimodalLM._model_mapping
     is_causal = type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForMultimodalLM if is_whole and (is_multimodal(config) or not is_causal) else AutoModelForCausalLM
+    return (
+        AutoModelForMultimodalLM
+        if is_whole and (text_tower.is_multimodal(config) or not is_causal)
+        else AutoModelForCausalLM
+    )
 
 
 def find_lost_scale(config: PreTrainedConfig) -> str | None:
     """Why a model cannot be trained if transformers ignores its logit scale; None for other models."""
-    scale = getattr(text_config(config), "logit_scale", 1.0)
+    scale = getattr(text_tower.text_config(config), "logit_scale", 1.0)
     if config.model_type not in WITHOUT_SCALE or scale == 1.0:
         return None
     return (
@@ -145,12 +130,12 @@ class Projection:
     softcap: float | None = None
 
 
-class TextRowModel(RowModel):
+class TextRowModel(family.RowModel):
     """Reads rows with a language model, and returns the projection that computes its logits."""
 
     def __init__(self, model: PreTrainedModel, *, router_aux_loss: float = 0.0, router_loss_over: str = "sequence"):
         super().__init__(model)
-        config = text_config(model.config)
+        config = text_tower.text_config(model.config)
         caps = (getattr(config, name, None) for name in SOFTCAPS)
         self.softcap = next((cap for cap in caps if cap is not None), None)
         # Cohere and Muse Glimmer multiply the logits, Granite and Inkling divide them; since this is linear, the factor
@@ -166,29 +151,29 @@ class TextRowModel(RowModel):
         self.looks_ahead = router_loss_over == GLOBAL_BATCH
         self.routed = dict(output_router_logits=True) if router_aux_loss else {}
 
-    def encode(self, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> Encoded:
+    def encode(self, micro_batch: family.MicroBatch, *, shared: Tensor | None = None) -> family.Encoded:
         if self.chunk_size is not None:
-            chunks = chunk_sequences(micro_batch.row, self.chunk_size)
+            chunks = family.chunk_sequences(micro_batch.row, self.chunk_size)
             micro_batch = micro_batch.replace(row=replace(micro_batch.row, chunks=chunks))
-        inputs = describe_row(micro_batch, pad_position=self.pad_position) | self.embed(micro_batch)
-        outputs = find_decoder(self.model)(**inputs, **self.routed)
+        inputs = family.describe_row(micro_batch, pad_position=self.pad_position) | self.embed(micro_batch)
+        outputs = text_tower.find_decoder(self.model)(**inputs, **self.routed)
         if not self.router_aux_loss:
-            return Encoded(outputs.last_hidden_state)
+            return family.Encoded(outputs.last_hidden_state)
 
         router_sum, loads = sum_router_losses(
             outputs.router_logits, micro_batch.row, num_chosen=count_chosen(self.model), loads_of_batch=shared
         )
-        return Encoded(
+        return family.Encoded(
             outputs.last_hidden_state,
             {"tokens": self.router_aux_loss * router_sum},
             {"router_loss": router_sum.detach(), "expert_loads": loads},
         )
 
-    def look_ahead(self, micro_batch: MicroBatch) -> Tensor:  # (E,) fp64
+    def look_ahead(self, micro_batch: family.MicroBatch) -> Tensor:  # (E,) fp64
         """How often each expert is chosen, over all layers."""
         return self.encode(micro_batch).reports["expert_loads"].double().sum(0)
 
-    def embed(self, micro_batch: MicroBatch) -> dict[str, Any]:
+    def embed(self, micro_batch: family.MicroBatch) -> dict[str, Any]:
         """Decoder arguments that add to or replace the row's token ids."""
         return {}
 
@@ -210,15 +195,17 @@ class TextRowModel(RowModel):
         finally:
             del head.forward
 
-    def run_own(self, micro_batch: MicroBatch) -> ReferenceForward:
-        input_ids = gather_ids(micro_batch.row)  # (1, L)
-        hidden = find_decoder(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
+    def run_own(self, micro_batch: family.MicroBatch) -> family.ReferenceForward:
+        input_ids = family.gather_ids(micro_batch.row)  # (1, L)
+        hidden = text_tower.find_decoder(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
         return self.collect_own(hidden, self.model(input_ids=input_ids, use_cache=False, **self.routed))
 
-    def collect_own(self, hidden: Tensor, outputs: Any) -> ReferenceForward:
+    def collect_own(self, hidden: Tensor, outputs: Any) -> family.ReferenceForward:
         if not self.router_aux_loss:
-            return ReferenceForward(hidden, outputs.logits)
-        return ReferenceForward(hidden, outputs.logits, self.router_aux_loss * outputs.aux_loss * hidden.shape[1])
+            return family.ReferenceForward(hidden, outputs.logits)
+        return family.ReferenceForward(
+            hidden, outputs.logits, self.router_aux_loss * outputs.aux_loss * hidden.shape[1]
+        )
 
 
 def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
@@ -228,7 +215,7 @@ def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
     verifies the result.
     """
     head = model.get_output_embeddings()
-    base = find_decoder(model)
+    base = text_tower.find_decoder(model)
     inside = {*base.parameters(), *head.parameters()}
     children = [child for child in model.children() if base not in child.modules() and child is not head]
     found = [child for child in children if not inside.issuperset(child.parameters())]
@@ -237,7 +224,7 @@ def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
 
 def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:
     """Coefficient of the experts' auxiliary loss: as `asked`, else from the model's config; 0: no such loss."""
-    config = text_config(model.config)
+    config = text_tower.text_config(model.config)
     if asked is None:
         # JetMoE uses its own key.
         known = (getattr(config, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
@@ -255,12 +242,12 @@ def find_router_loss(model: PreTrainedModel, asked: float | None) -> float:
 def count_chosen(model: PreTrainedModel) -> int:
     """Number of experts per token; 0 for a model without experts."""
     of_model = getattr(model, "num_experts_per_tok", None)
-    return of_model or getattr(text_config(model.config), "num_experts_per_tok", None) or 0
+    return of_model or getattr(text_tower.text_config(model.config), "num_experts_per_tok", None) or 0
 
 
 def sum_router_losses(
     router_logits: Sequence[Tensor],  # (T, E) for each layer
-    row: Row,
+    row: family.Row,
     *,
     num_chosen: int,
     loads_of_batch: Tensor | None = None,  # (E,)

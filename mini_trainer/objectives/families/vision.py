@@ -20,16 +20,9 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrain
 
 from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.data.stores.image_files import as_data_url, load_processor, open_image
+from mini_trainer.objectives.families import text_tower
 from mini_trainer.objectives.families.family import Blocks, Family, MicroBatch, ReferenceForward, Row, pack_row
 from mini_trainer.objectives.families.text import TextFamily, TextRowModel, find_lost_scale, find_router_loss
-from mini_trainer.objectives.families.text_tower import (
-    find_base,
-    find_decoder,
-    find_placeholders,
-    is_multimodal,
-    list_parts,
-    text_config,
-)
 
 # Model types that cannot be trained packed, and why.
 REFUSED = {
@@ -157,7 +150,7 @@ class VisionLanguageFamily(Family):
     peft_task = "CAUSAL_LM"
 
     def check_config(self, config: PreTrainedConfig, *, trust_remote_code: bool) -> str | None:
-        if type(config) not in AutoModelForImageTextToText._model_mapping or not is_multimodal(config):
+        if type(config) not in AutoModelForImageTextToText._model_mapping or not text_tower.is_multimodal(config):
             return f"model type {config.model_type!r} does not support images in transformers, but the data has some"
         if config.model_type in REFUSED:
             return f"model type {config.model_type!r} cannot be trained on images: {REFUSED[config.model_type]}"
@@ -167,7 +160,7 @@ class VisionLanguageFamily(Family):
 
     def make_model(self, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        parts = list_parts(model) | {"nothing": ()}
+        parts = text_tower.list_parts(model) | {"nothing": ()}
         for part in self.freeze:
             for name in parts[part]:
                 model.get_parameter(name).requires_grad_(False)
@@ -192,10 +185,14 @@ class VisionLanguageFamily(Family):
 
     def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
         """Placeholder ids for videos and audio."""
-        return {token: name for token, name in find_placeholders(config).items() if token != config.image_token_id}
+        return {
+            token: name
+            for token, name in text_tower.find_placeholders(config).items()
+            if token != config.image_token_id
+        }
 
     def find_tower_layers(self, model: PreTrainedModel) -> list[str]:
-        parts = list_parts(model)
+        parts = text_tower.list_parts(model)
         outside = {*parts["vision"], *parts["projector"]}
         return [
             name
@@ -248,12 +245,12 @@ class VisionLanguageRowModel(TextRowModel):
         self.base = find_vision_base(model)
         name = PROJECTED_APART.get(model.config.model_type)
         self.projector = None if name is None else self.base.get_submodule(name)
-        decoder = inspect.signature(type(find_decoder(model)).forward).parameters
+        decoder = inspect.signature(type(text_tower.find_decoder(model)).forward).parameters
         self.feeds_layers = "deepstack_visual_embeds" in decoder  # features of several layers (Qwen3-VL)
-        text = text_config(model.config)
+        text = text_tower.text_config(model.config)
         self.has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", None))  # Gemma 4
         self.pad_token_id = text.pad_token_id if self.has_layer_inputs else 0
-        parts = list_parts(model)
+        parts = text_tower.list_parts(model)
         self.outside = [*parts["vision"], *parts["projector"]]
 
     def embed(self, micro_batch: MicroBatch) -> dict[str, Any]:
@@ -266,7 +263,7 @@ class VisionLanguageRowModel(TextRowModel):
         if self.has_layer_inputs:  # layer inputs treat image tokens as padding
             padding = self.model.get_input_embeddings().weight[self.pad_token_id]
             texts = torch.where(is_image[..., None], padding, hidden)
-            more["per_layer_inputs"] = find_decoder(self.model).get_per_layer_inputs(input_ids, texts)
+            more["per_layer_inputs"] = text_tower.find_decoder(self.model).get_per_layer_inputs(input_ids, texts)
         if images.pixels:
             seen = self.base.get_image_features(**self.convert_pixels(images.pixels), return_dict=True)
             found = join(seen.pooler_output) if self.projector is None else self.projector(seen.last_hidden_state)
@@ -306,7 +303,7 @@ class VisionLanguageRowModel(TextRowModel):
         given = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in parameters}
         given |= {"input_ids": micro_batch.row.input_ids, **self.convert_pixels(micro_batch.extras.pixels)}
         decoded: list[Any] = []
-        hook = find_decoder(self.model).register_forward_hook(lambda *call: decoded.append(call[-1]))
+        hook = text_tower.find_decoder(self.model).register_forward_hook(lambda *call: decoded.append(call[-1]))
         try:
             outputs = self.model(**given, use_cache=False, **self.routed)
         finally:
@@ -319,7 +316,7 @@ def find_vision_base(model: PreTrainedModel) -> PreTrainedModel:
 
     ValueError if it cannot compute image features.
     """
-    base = model if model.config.model_type in PROJECTED_APART else find_base(model)
+    base = model if model.config.model_type in PROJECTED_APART else text_tower.find_base(model)
     if not hasattr(base, "get_image_features"):
         raise ValueError(
             f"model type {model.config.model_type!r} cannot be trained on images: {type(base).__name__} has no"
@@ -330,7 +327,7 @@ def find_vision_base(model: PreTrainedModel) -> PreTrainedModel:
 
 def has_blocks(config: PreTrainedConfig) -> bool:
     """Whether attention within an image is bidirectional."""
-    is_said = getattr(text_config(config), "use_bidirectional_attention", None) == "vision"  # Gemma 4
+    is_said = getattr(text_tower.text_config(config), "use_bidirectional_attention", None) == "vision"  # Gemma 4
     return is_said or config.model_type in WITH_BLOCKS
 
 

@@ -13,16 +13,10 @@ from mini_trainer.batch_packer import cost_samples, pack_batch
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed.devices import DTYPES, GIB, MARGIN, resident_memory
 from mini_trainer.distributed.messages import say
+from mini_trainer.model import sharding
 from mini_trainer.model.attention import BACKENDS
 from mini_trainer.model.flops import FlopCount
 from mini_trainer.model.method import Method
-from mini_trainer.model.sharding import (
-    choose_resharding,
-    count_gathered_bytes,
-    is_worth_measuring,
-    list_resharding,
-    stays_whole,
-)
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.options import ComputeOptions, flag_name, replace_options
 from mini_trainer.options.doors import CHECKPOINTING
@@ -232,7 +226,7 @@ def settle_mode(options: StepOptions) -> StepOptions:
 
 def describe_model(options: StepOptions, model: simulation.PlannedModel, findings: Findings) -> None:
     dtype = str(model.meta.compute_dtype).removeprefix("torch.")
-    resharding = [f"{flag_name(name)} {value}" for name, value in list_resharding(options.sharding).items()]
+    resharding = [f"{flag_name(name)} {value}" for name, value in sharding.list_resharding(options.sharding).items()]
     findings.lines.append(
         f"model: {model.meta.model.config.model_type}, {model.num_params:,} parameters, {model.num_trainable:,} of"
         f" them trainable; {dtype} compute, {options.compute.activation_checkpointing} activation checkpointing,"
@@ -265,15 +259,15 @@ def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, 
         for name in (name for name, value in autos if value == "auto"):
             findings.add_problem(f"--{name} auto cannot be planned without --memory-budget-gb")
     meta = run.model.meta
-    is_whole = stays_whole(
+    is_whole = sharding.stays_whole(
         meta.model,
         meta.compute_dtype,
         options.sharding,
         world_size=target.ranks.world_size,
         memory=target.ranks.memory,
     )
-    unmeasured = choose_resharding(options.sharding, has_room=is_whole)
-    if target.limit is None or not ("auto" in (given, mode) or is_worth_measuring(unmeasured, target.device)):
+    unmeasured = sharding.choose_resharding(options.sharding, has_room=is_whole)
+    if target.limit is None or not ("auto" in (given, mode) or sharding.is_worth_measuring(unmeasured, target.device)):
         return options
     data = run.inputs.data
     batches = run.inputs.draw_batches(run.start)
@@ -301,9 +295,9 @@ def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, 
         cap = -(-(room.num_tokens or longest) // num_sharing)
         if room.num_tokens == 0:
             findings.add_problem(auto_settings.refuse_longest(data, room))
-    weights_bytes = count_gathered_bytes(meta.model, meta.compute_dtype)
+    weights_bytes = sharding.count_gathered_bytes(meta.model, meta.compute_dtype)
     has_room = is_whole or auto_settings.has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
-    resharding = choose_resharding(options.sharding, has_room=has_room)
+    resharding = sharding.choose_resharding(options.sharding, has_room=has_room)
     return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap, **resharding)
 
 

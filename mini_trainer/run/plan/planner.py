@@ -67,16 +67,7 @@ from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, check_state
 from mini_trainer.run.identity import check_checkpoints, check_unused, identify_run, is_checkpoint_of
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
-from mini_trainer.run.plan.memory import (
-    Findings,
-    Packing,
-    PlannedReference,
-    PlannedRun,
-    PlannedTeacher,
-    Target,
-    plan_memory,
-    simulated_compute,
-)
+from mini_trainer.run.plan import memory
 from mini_trainer.run.plan.simulation import PlannedModel, Ranks, lay_out_model
 from mini_trainer.run.raw_rows import find_local_data
 from mini_trainer.run.references import find_unscored
@@ -99,7 +90,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
     world_size, device_name = parse_machine(options.plan.plan_for or str(num_here))
     is_here = world_size == num_here and device_name is None
     is_rank0 = os.environ.get("RANK", "0") == "0"
-    findings, given = Findings(), options
+    findings, given = memory.Findings(), options
     if is_rank0:
         found = findings.problems.attempt(lambda: find_local_data(options))
         if found is None:
@@ -110,7 +101,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
         target = find_target(device_name, step_options, world_size, findings, is_here=is_here)
         run = look_at_run(options, target, findings)
         describe_run(target, run, options.optimization, findings)
-        settled, packing, is_simulated = plan_memory(step_options, target, run, findings)
+        settled, packing, is_simulated = memory.plan_memory(step_options, target, run, findings)
         plan_disk(options.checkpoints, options.exports, options.validation, options.optimization, run, findings)
     speed = None
     if is_here:
@@ -148,8 +139,8 @@ def list_changes(settled: StepOptions, options: TrainOptions) -> dict[str, Any]:
 
 
 def find_target(
-    given: str | None, options: StepOptions, world_size: int, findings: Findings, *, is_here: bool
-) -> Target:
+    given: str | None, options: StepOptions, world_size: int, findings: memory.Findings, *, is_here: bool
+) -> memory.Target:
     """The machine to plan for: with GPUs of the name `given`, and this machine otherwise."""
     has_gpu, budget = torch.cuda.is_available(), options.compute.memory_budget_gb
     sharding = options.sharding
@@ -160,7 +151,7 @@ def find_target(
         findings.add_problem(f"--plan-for {world_size}x{name}: unknown GPU; known are {', '.join(PEAK_FLOPS)}")
     is_known = budget is not None or is_here or (has_gpu and given is None)
     limit = memory_limit(budget, device, is_here=given is None) if is_known else None
-    found = findings if not is_here else Findings()  # init_world says it, too
+    found = findings if not is_here else memory.Findings()  # init_world says it, too
     num_shards, shard_size = world_size, sharding.shard_size
     if sharding.sharding == "hybrid":
         ranks_per_node = count_local_ranks() if is_here else min(world_size, RANKS_PER_NODE)
@@ -169,7 +160,7 @@ def find_target(
     if found.problems.attempt(lambda: check_sharing(world_size, num_sharing) or True) is None:
         num_sharing = None
     offloads = sharding.cpu_offload and device.type == "cuda"
-    return Target(
+    return memory.Target(
         Ranks(world_size, num_shards, num_sharing, offloads, limit if device.type == "cuda" else None),
         device,
         name,
@@ -179,7 +170,7 @@ def find_target(
     )
 
 
-def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> PlannedRun:
+def look_at_run(options: TrainOptions, target: memory.Target, findings: memory.Findings) -> memory.PlannedRun:
     """Reads a run's inputs, in the same order, and continues after errors."""
     num_before, asked = len(findings.problems), options.checkpoints
     findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
@@ -200,14 +191,14 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
         findings.problems.attempt(lambda: check_identity(asked, options.optimization, checkpoint, inputs))
     make_method = functools.partial(choose_method, options)
     if inputs.config is None or inputs.objective is None:  # without an objective, the required kind of model is unknown
-        return PlannedRun(inputs, start, make_method, None)
-    step_options, compute = choose_step_options(options), simulated_compute(options.compute, target, inputs)
+        return memory.PlannedRun(inputs, start, make_method, None)
+    step_options, compute = choose_step_options(options), memory.simulated_compute(options.compute, target, inputs)
     model = findings.problems.attempt(lambda: lay_out_model(step_options, inputs, compute, make_method()))
     if model is not None:
         weigh_images(inputs, model.flops)
     reference = findings.problems.attempt(lambda: plan_reference(step_options, target, inputs, model))
     teacher = findings.problems.attempt(lambda: plan_teacher(step_options, target, inputs, model))
-    return PlannedRun(inputs, start, make_method, model, reference, teacher)
+    return memory.PlannedRun(inputs, start, make_method, model, reference, teacher)
 
 
 def find_checkpoint(output_dir: Path, resume: str) -> Checkpoint | None:
@@ -231,7 +222,9 @@ def check_identity(
     check_checkpoints(inputs, checkpoint, identity, allow_changes=asked.allow_changed_options)
 
 
-def describe_run(target: Target, run: PlannedRun, optimization: OptimizationOptions, findings: Findings) -> None:
+def describe_run(
+    target: memory.Target, run: memory.PlannedRun, optimization: OptimizationOptions, findings: memory.Findings
+) -> None:
     size = ""
     if target.limit is not None:
         size = f", {target.limit / GIB / (1 - MARGIN):,.1f} GiB each, of which {MARGIN:.0%} stay free"
@@ -292,8 +285,8 @@ def plan_disk(
     exports: ExportOptions,
     validation: ValidationOptions,
     optimization: OptimizationOptions,
-    run: PlannedRun,
-    findings: Findings,
+    run: memory.PlannedRun,
+    findings: memory.Findings,
 ) -> None:
     """Adds the sizes of checkpoints and exports; a problem if the disk has no room for them."""
     if run.model is None:
@@ -386,7 +379,11 @@ def now(world: World) -> float:
 
 
 def plan_time(
-    target: Target, run: PlannedRun, packing: Packing | None, speed: Speed | None, findings: Findings
+    target: memory.Target,
+    run: memory.PlannedRun,
+    packing: memory.Packing | None,
+    speed: Speed | None,
+    findings: memory.Findings,
 ) -> None:
     """Adds the durations of a step, of the reference's scores and of the run, and how they were found."""
     if packing is None:
@@ -419,7 +416,7 @@ def plan_time(
     findings.lines.append(text)
 
 
-def find_rates(target: Target, speed: Speed | None) -> Speed | None:
+def find_rates(target: memory.Target, speed: Speed | None) -> Speed | None:
     """The measured speed, or the assumed speed of the planned device; None if unknown."""
     if speed is not None or target.peak_flops is None:
         return speed
@@ -427,7 +424,7 @@ def find_rates(target: Target, speed: Speed | None) -> Speed | None:
     return Speed(rate, rate, 0.0)
 
 
-def plan_scoring(run: PlannedRun, rates: Speed | None, findings: Findings) -> float:
+def plan_scoring(run: memory.PlannedRun, rates: Speed | None, findings: memory.Findings) -> float:
     """Adds the samples that the reference has to score before the first step; returns the seconds this takes."""
     reference = run.reference
     if reference is None:
@@ -442,8 +439,8 @@ def plan_scoring(run: PlannedRun, rates: Speed | None, findings: Findings) -> fl
 
 
 def plan_reference(
-    options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
-) -> PlannedReference | None:
+    options: StepOptions, target: memory.Target, inputs: RunInputs, model: PlannedModel | None
+) -> memory.PlannedReference | None:
     """The samples that no run has scored, and what the model or --reference-model needs for them."""
     objective = inputs.objective
     if model is None or inputs.data is None or objective is None or objective.reference is None:
@@ -452,19 +449,19 @@ def plan_reference(
     num_rows = sum(len(rows) for _, rows in unscored)
     source = inputs.other_models.get(REFERENCE_MODEL)
     if source is not None and num_rows:
-        compute, device = simulated_compute(options.compute, target, inputs), torch.device("cpu")
+        compute, device = memory.simulated_compute(options.compute, target, inputs), torch.device("cpu")
         other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
         num_params = sum(param.numel() for param in other.parameters())
         flops = count_flops(other)
         if not target.ranks.offloads:
             num_bytes = num_params * inputs.compute_dtype.itemsize // target.ranks.num_shards
     total = sum(flops.of_scores(rows, data, objective) for data, rows in unscored)
-    return PlannedReference(num_rows, total, num_bytes)
+    return memory.PlannedReference(num_rows, total, num_bytes)
 
 
 def plan_teacher(
-    options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
-) -> PlannedTeacher | None:
+    options: StepOptions, target: memory.Target, inputs: RunInputs, model: PlannedModel | None
+) -> memory.PlannedTeacher | None:
     """The teacher's memory on a rank, and the FLOPs of its forward pass over a batch; None without one."""
     objective, data = inputs.objective, inputs.data
     if model is None or inputs.batching is None or objective is None or not isinstance(objective.teacher, TeacherModel):
@@ -473,11 +470,11 @@ def plan_teacher(
     if source is None:  # the model as it is at the start: copies of the trained weights
         flops, num_bytes = model.flops, model.num_trainable * DTYPES[options.optimization.master_weights].itemsize
     else:
-        compute, device = simulated_compute(options.compute, target, inputs), torch.device("cpu")
+        compute, device = memory.simulated_compute(options.compute, target, inputs), torch.device("cpu")
         other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
         flops = count_flops(other)
         num_bytes = sum(param.numel() for param in other.parameters()) * inputs.compute_dtype.itemsize
     rows = np.concatenate(list(itertools.islice(inputs.draw_batches(RunPosition()), NUM_BATCHES)))
     on_rank = 0 if target.ranks.offloads else num_bytes // target.ranks.num_shards
     read = data if inputs.teacher_data is None else inputs.teacher_data  # whose rows have the same numbers
-    return PlannedTeacher(flops.of_scores(rows, read, objective) / NUM_BATCHES, on_rank)
+    return memory.PlannedTeacher(flops.of_scores(rows, read, objective) / NUM_BATCHES, on_rank)

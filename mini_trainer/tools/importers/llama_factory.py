@@ -5,17 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.stores.disk import read_object
-from mini_trainer.tools.importers.conversion import (
-    IMAGES,
-    Conversion,
-    Trainer,
-    add_sources,
-    find_message_format,
-    name_columns,
-    name_hub_rows,
-    read_names,
-    read_number,
-)
+from mini_trainer.tools.importers import conversion
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
                   "history": "history", "tools": "tools"}  # fmt: skip
@@ -26,11 +16,11 @@ FORMATTINGS = ("alpaca", "sharegpt", "openai")
 TEMPLATE = "the model's own chat template is used; where LLaMA-Factory's is another, give a Jinja file as chat_template"
 
 
-def prepare(to: Conversion) -> None:
+def prepare(to: conversion.Conversion) -> None:
     stage, given = to.get("stage"), to.given
     if stage == "dpo":
         given.setdefault("pref_loss", "sigmoid")
-    weight = read_number("pref_ftx", given.pop("pref_ftx", 0))
+    weight = conversion.read_number("pref_ftx", given.pop("pref_ftx", 0))
     if weight and stage == "kto":
         raise ValueError("pref_ftx: a likelihood in addition to KTO's loss is not supported")
     if weight and stage == "dpo":
@@ -49,32 +39,32 @@ def prepare(to: Conversion) -> None:
         del given["template"]
 
 
-def read_data(to: Conversion) -> None:
+def read_data(to: conversion.Conversion) -> None:
     """Data sets by name, from the list that lies beside their files."""
     if "dataset" not in to.given:
         return
     info = Path(str(to.get("dataset_dir", default="data"))) / "dataset_info.json"
-    names = read_names("dataset", to.given["dataset"])
+    names = conversion.read_names("dataset", to.given["dataset"])
     listed = read_object(info) if info.is_file() else {}
     absent = [name for name in names if name not in listed]
     if absent:
         to.note("dataset", f"give its file as input_file in data.yaml ({', '.join(absent)} not in {info})")
         return
-    add_sources(to, "dataset", [read_entry(to, name, listed[name], info) for name in names])
+    conversion.add_sources(to, "dataset", [read_entry(to, name, listed[name], info) for name in names])
 
 
-def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
+def read_entry(to: conversion.Conversion, name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
     """Options of process_data.py for one data set."""
     columns = {what: column for what, column in entry.get("columns", {}).items() if column is not None}
     kind = entry.get("formatting", "alpaca")
     if to.row_format is None and (entry.get("ranking") or "kto_tag" in columns):
         raise ValueError(f"{name} holds preferences: stage {to.get('stage', default='sft')} does not learn from them")
     if {"images", "videos", "audios"} & columns.keys():
-        raise ValueError(f"{name}: {IMAGES}")
+        raise ValueError(f"{name}: {conversion.IMAGES}")
     if kind not in FORMATTINGS:
         raise ValueError(f"{name}: formatting {kind!r} is not known here: {', '.join(FORMATTINGS)} are")
     if "hf_hub_url" in entry:
-        source = name_hub_rows(entry["hf_hub_url"], entry.get("subset"), split=entry.get("split"))
+        source = conversion.name_hub_rows(entry["hf_hub_url"], entry.get("subset"), split=entry.get("split"))
     elif entry.get("file_name") is None:
         raise ValueError(f"{name} of {info} has no file_name: rows are read from files or Hugging Face's hub")
     else:
@@ -82,16 +72,20 @@ def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path) -> 
     if entry.get("num_samples"):
         to.note("dataset", f"all rows of {name} are used, given num_samples {entry['num_samples']}")
     if to.data.get("format") == "document":
-        return source | name_columns(text=(columns.get("prompt", "instruction"), ("text", "document")))
+        return source | conversion.name_columns(text=(columns.get("prompt", "instruction"), ("text", "document")))
     tags = entry.get("tags", {})
     default = ("role", "content") if kind == "openai" and not tags else ("from", "value")
     keys = tags.get("role_tag", default[0]), tags.get("content_tag", default[1])
-    data_format, own = find_message_format(*keys)
+    data_format, own = conversion.find_message_format(*keys)
     if to.row_format is not None:
         return source | read_preferences(to, name, entry, columns)
     if kind == "alpaca":
         return source | read_alpaca(name, columns)
-    return source | {"format": data_format} | name_columns(messages=(columns.get("messages", "conversations"), (own,)))
+    return (
+        source
+        | {"format": data_format}
+        | conversion.name_columns(messages=(columns.get("messages", "conversations"), (own,)))
+    )
 
 
 def read_alpaca(name: str, columns: dict[str, str]) -> dict[str, Any]:
@@ -101,7 +95,7 @@ def read_alpaca(name: str, columns: dict[str, str]) -> dict[str, Any]:
     if has_query and all(ALPACA_COLUMNS[what] == column for what, column in used.items()):
         return {"format": "alpaca"}
     if used.keys() <= {"prompt", "response"}:
-        named = name_columns(
+        named = conversion.name_columns(
             prompt=(used.get("prompt", "instruction"), ()), completion=(used.get("response", "output"), ())
         )
         return {"format": "completion"} | named
@@ -109,7 +103,9 @@ def read_alpaca(name: str, columns: dict[str, str]) -> dict[str, Any]:
     raise ValueError(f"{name}: columns of other names ({given}) can be read for prompt and response alone; rename them")
 
 
-def read_preferences(to: Conversion, name: str, entry: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def read_preferences(
+    to: conversion.Conversion, name: str, entry: dict[str, Any], columns: dict[str, str]
+) -> dict[str, Any]:
     """Options of process_data.py for one data set of preferences or of feedback."""
     unread = [what for what in ("system", "tools") if columns.get(what, what) != what]
     unread += ["history"] if "history" in columns else []
@@ -121,13 +117,13 @@ def read_preferences(to: Conversion, name: str, entry: dict[str, Any], columns: 
         raise ValueError(f"{name}: columns for {', '.join(unread)} are not read with answers that are preferred")
     named = name_prompt(to, name, columns, has_texts=entry.get("formatting", "alpaca") == "alpaca")
     if to.objective == "kto":
-        return name_columns(**named, label=(columns["kto_tag"], ("label", "kto_tag")))
+        return conversion.name_columns(**named, label=(columns["kto_tag"], ("label", "kto_tag")))
     answers = {side: (columns[side], (side, f"{side}_response")) for side in ("chosen", "rejected")}
-    return name_columns(**named, **answers)
+    return conversion.name_columns(**named, **answers)
 
 
 def name_prompt(
-    to: Conversion, name: str, columns: dict[str, str], *, has_texts: bool
+    to: conversion.Conversion, name: str, columns: dict[str, str], *, has_texts: bool
 ) -> dict[str, tuple[str, Sequence[str]]]:
     """For `name_columns`: the column of a prompt's messages or, for feedback, of the whole chat's; with Alpaca's texts,
     that of feedback's answer."""
@@ -148,7 +144,7 @@ def name_prompt(
     return {"completion": (answer, ("completion",))} if to.objective == "kto" else {}
 
 
-LLAMA_FACTORY = Trainer(
+LLAMA_FACTORY = conversion.Trainer(
     batch=("per_device_train_batch_size", 8),
     length=("cutoff_len", 2048),
     epochs=("num_train_epochs", 3),

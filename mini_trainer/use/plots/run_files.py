@@ -21,14 +21,7 @@ from mini_trainer.distributed.lock import LOCK_FILE, SECONDS_TO_WATCH
 from mini_trainer.options.reading import open_regular
 from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, SAMPLES_FILE, VALIDATION_FILE
 from mini_trainer.use.pages.page import fold
-from mini_trainer.use.plots.columns import (
-    STEP_COLUMNS,
-    VALIDATION_COLUMNS,
-    Column,
-    MetricsLine,
-    MetricsReader,
-    to_float,
-)
+from mini_trainer.use.plots import columns
 
 MOST_BYTES = 8 << 20  # of a file; the later lines are left out
 MOST_PROMPTS = 16  # on the page
@@ -132,10 +125,10 @@ class Run:
         """ValueError if the directory is not a run's. `most_bytes`: see `read`."""
         self.path, self.name = path, name
         check_is_run(path)
-        self.steps = MetricsReader(path / METRICS_FILE, STEP_COLUMNS)
-        self.validations = MetricsReader(path / VALIDATION_FILE, VALIDATION_COLUMNS)
+        self.steps = columns.MetricsReader(path / METRICS_FILE, columns.STEP_COLUMNS)
+        self.validations = columns.MetricsReader(path / VALIDATION_FILE, columns.VALIDATION_COLUMNS)
         self.samples = SamplesReader(path)
-        self.params: MetricsLine = {}
+        self.params: columns.MetricsLine = {}
         self.warnings: list[str] = []
         self.read(most_bytes)
 
@@ -158,7 +151,7 @@ class Run:
             self.warnings.append(f"{self.path}: {problem}: its options and starts are not shown")
 
     @property
-    def options(self) -> MetricsLine:
+    def options(self) -> columns.MetricsLine:
         options = self.params.get("options")
         return options if isinstance(options, dict) else {}
 
@@ -171,7 +164,7 @@ class Run:
         )
 
     @property
-    def hours(self) -> Column:
+    def hours(self) -> columns.Column:
         """Hours of training and waiting for data at the end of each step, without starts, checkpoints and exports."""
         seconds = self.steps["time_per_batch"], self.steps["data_wait_seconds"]
         return np.cumsum(sum(np.where(np.isfinite(each), each, 0) for each in seconds)) / 3600
@@ -187,7 +180,7 @@ class Run:
         return find_state(self.path, self.params).text
 
 
-def read_run_params(path: Path) -> tuple[MetricsLine, str]:
+def read_run_params(path: Path) -> tuple[columns.MetricsLine, str]:
     """The content of the run's training_params.json, and the problem with it; {} if it cannot be read."""
     try:
         params = read_json(path / PARAMS_FILE)
@@ -196,7 +189,7 @@ def read_run_params(path: Path) -> tuple[MetricsLine, str]:
     return (params, "") if isinstance(params, dict) else ({}, f"{PARAMS_FILE} is not an object")
 
 
-def find_state(path: Path, params: MetricsLine) -> State:
+def find_state(path: Path, params: columns.MetricsLine) -> State:
     """State of the run in `path`. A lock that is not touched any more, without a recorded end, is a crashed run's."""
     try:
         last_beat = (path / LOCK_FILE).stat().st_mtime
@@ -235,11 +228,11 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (METRICS_FILE, PARAMS_FILE))
 
 
-def describe_start(start: MetricsLine) -> RunStart:
+def describe_start(start: columns.MetricsLine) -> RunStart:
     versions = start.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     world_size, device, changes = (start.get(key) for key in ("world_size", "device", "changed_options"))
-    first_step = to_float(start.get("first_step"))
+    first_step = columns.to_float(start.get("first_step"))
     return RunStart(
         when=str(start.get("started") or ""),
         first_step=int(first_step) if math.isfinite(first_step) else 0,
@@ -254,7 +247,7 @@ def describe_start(start: MetricsLine) -> RunStart:
     )
 
 
-def describe_exit(end: MetricsLine) -> State:
+def describe_exit(end: columns.MetricsLine) -> State:
     """State by the content of exit.json; KeyError or TypeError if it is not as train.py writes it."""
     code = end["code"]
     if code == ExitCode.DONE:
