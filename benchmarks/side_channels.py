@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg
 
-from mini_trainer.distributed import ending, lifeline, meeting, watch
+from mini_trainer.distributed import ending, lifeline, meeting
 from mini_trainer.distributed.agreement import compare_ranks
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer
 from mini_trainer.distributed.lifeline import Address, Connection
@@ -193,7 +193,7 @@ class Simulation:
         lifeline.SECONDS_TO_CONNECT = SECONDS_TO_CONNECT
         meeting.open_store = lambda *args, **others: self.store
         ending.exit_process, ending.wait_forever = self.leave, lambda: self.left[own_rank()].wait()
-        watch.dump_stacks = self.count_stacks
+        ending.dump_stacks = self.count_stacks
         traceback.print_exc = lambda: None  # of the SystemExit that ends a watch here
         init_group, start, run, send = (
             dist.init_process_group,

@@ -1,6 +1,7 @@
 """Rooms and layers (docs/developers/architecture.md): every import leads downwards, and none round in a circle."""
 
 import ast
+import functools
 import subprocess
 import sys
 from importlib.metadata import requires
@@ -289,6 +290,46 @@ def test_an_import_that_is_turned_round_is_found(name, line, found):
     line = complete(line).replace("mini_trainer. import", "mini_trainer import")
     turned = read_all(sources | {f"{PACKAGE}{name}": line})
     assert [wrong.replace(PACKAGE, "") for wrong in find_upward(turned)] == [f"{name} ({found}"]
+
+
+def find_missing_names(sources: dict[str, str]) -> list[str]:
+    """Names that modules take from a module (`module.name`) that has none such; the type checker does not look."""
+    trees = {module: ast.parse(source) for module, source in sources.items()}
+    missing = []
+    for module, tree in trees.items():
+        nodes = list(ast.walk(tree))
+        bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        imported = [(node.module, name) for node in nodes if isinstance(node, ast.ImportFrom) for name in node.names]
+        taken = {name.asname or name.name: f"{of}.{name.name}" for of, name in imported}
+        taken = {name: full for name, full in taken.items() if full in trees and name not in bound}
+        for node in nodes:
+            is_taken = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in taken
+            if is_taken and node.attr not in list_names(trees[taken[node.value.id]]) | {"__file__"}:
+                missing.append(f"{module}:{node.lineno}: {node.value.id}.{node.attr}")
+    return missing
+
+
+@functools.cache
+def list_names(tree: ast.Module) -> set[str]:
+    """Names that a module binds, but for those inside of functions and classes."""
+    names, nodes = set(), list(tree.body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        else:
+            names |= {node.id} if isinstance(node, ast.Name) else set()
+            nodes += ast.iter_child_nodes(node)
+    return names
+
+
+def test_a_name_is_taken_from_a_module_that_does_not_have_it():
+    assert find_missing_names(list_modules()) == []
+    sources = {"a.b": "def known(): pass\nSIZE: int = 1", "c": "from a import b\nb.known(b.SIZE)\nb.unknown"}
+    assert find_missing_names(sources) == ["c:3: b.unknown"]
 
 
 def test_circles_are_found():

@@ -5,10 +5,10 @@ import sys
 import time
 from pathlib import Path
 
-from mini_trainer.run import checkpointing
+from mini_trainer.run import checkpoint_files
 
 SECONDS = 60  # at most
-file, num_lines, write = Path(sys.argv[1]), int(sys.argv[2]), checkpointing.write_tensors
+file, num_lines, write = Path(sys.argv[1]), int(sys.argv[2]), checkpoint_files.write_tensors
 
 
 def write_late(*args: object) -> object:
@@ -19,6 +19,6 @@ def write_late(*args: object) -> object:
     return write(*args)
 
 
-checkpointing.write_tensors = write_late
+checkpoint_files.write_tensors = write_late
 del sys.argv[:3]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mini_trainer.data.columns.base import PREFERENCE
 from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives import preferences, rewards
 from mini_trainer.objectives.objective import Objective
@@ -19,7 +20,7 @@ FILE = "pairs.jsonl"
 # Keys of a pair in files, and the columns of an objective's sums.
 SUMS = {"accuracy": "rewards/accuracies", "chosen": "rewards/chosen", "rejected": "rewards/rejected", "loss": "loss",
         "weight": "pairs"}  # fmt: skip
-COLUMNS = {preferences.PREFERENCE: preferences.SUMS, rewards.REWARD: rewards.SUMS}
+COLUMNS = {PREFERENCE: preferences.SUMS, rewards.REWARD: rewards.SUMS}
 
 
 def describe_scores(found: DataScores, objective: Objective) -> list[dict[str, float]]:
