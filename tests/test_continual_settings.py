@@ -164,6 +164,7 @@ def test_the_recipes_are_right():
     assert [len(one) > 1 for one in found.values()] == [False, True]
 
 
+@pytest.mark.long
 def test_a_refusal_is_one_message_without_a_traceback(tmp_path: Path):
     (path := tmp_path / "tasks.yaml").write_text(yaml.safe_dump(GOOD | {"modle": "M"}))
     command = [sys.executable, "-m", "mini_trainer", "continual", str(path)]
@@ -409,6 +410,7 @@ def test_osft_by_activations_needs_data_for_the_first_task(good: dict[str, Any],
         settle(settings, tmp_path)
 
 
+@pytest.mark.long
 def test_an_experiment_is_one_process(tmp_path):
     (tmp_path / "tasks.yaml").write_text(yaml.safe_dump(GOOD))
     command = [sys.executable, "-m", "mini_trainer", "continual", str(tmp_path / "tasks.yaml")]

@@ -52,6 +52,7 @@ def check_done(said: str, run: Path) -> None:
     assert re.search(rf"^(best )?model.*: {run}/hf_format/", said, re.MULTILINE)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
     """--max-time is over before the first step: each start makes one, and the second start makes the last."""

@@ -49,6 +49,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", PROGRAMS)
 def test_programs_name_the_file_and_end_with_the_code_of_runs(what, model, tmp_path):
     words, name = PROGRAMS[what]

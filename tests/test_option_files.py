@@ -75,7 +75,10 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize(("text", "reason"), TOO_MUCH.values(), ids=TOO_MUCH)
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [pytest.param(*given, id=name, marks=[pytest.mark.long] * (name == "values")) for name, given in TOO_MUCH.items()],
+)
 def test_every_reader_has_the_same_limits(text: str, reason: str, name: str, tmp_path: Path):
     (path := tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ValueError, match=f"^{path}: .*{reason}"):

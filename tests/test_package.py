@@ -326,6 +326,7 @@ def ask(code: str, folder: Path, env: dict[str, str] = ENV) -> str:
     return done.stdout + done.stderr.strip().rpartition("\n")[2]
 
 
+@pytest.mark.long
 def test_bare_names_are_refused_or_another_programs(tmp_path):
     code = "import mini_trainer, sampler; print(sampler.OWN)"
     assert ask(code, ROOT).endswith("No module named 'sampler'; did you mean 'mini_trainer.sampler'?")

@@ -109,6 +109,7 @@ def test_data_of_another_objective_is_one_problem_of_a_plan(objective, plan):
 FEW = "only 25 optimizer updates"
 
 
+@pytest.mark.long
 def test_few_updates_are_said_before_they_are_made(plan, inputs, world, tmp_path, caplog):
     """40 samples make 5 updates an epoch; --max-steps asks for its number."""
     ends = [dict(max_steps=None, max_epochs=5), dict(max_steps=None, max_epochs=6), dict(max_steps=25)]
