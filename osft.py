@@ -237,11 +237,8 @@ class OSFT(Method):
             )
 
     def list_data_hashes(self) -> list[str]:
-        earlier = (
-            []
-            if self.options.osft_bases in (None, osft_subspaces.NEW)
-            else [osft_subspaces.hash_bases(Path(self.options.osft_bases))]
-        )
+        bases = self.options.osft_bases
+        earlier = [] if bases in (None, osft_subspaces.NEW) else [osft_subspaces.hash_bases(Path(bases))]
         if not osft_subspaces.BASES[self.options.osft_basis]:
             return earlier
         path = self.options.osft_statistics
@@ -281,9 +278,8 @@ class OSFT(Method):
     ) -> None:
         warn_of_experts(meta.model, trains=self.options.osft_train_others)
         num_kept = self.directions.compute(self.statistics, readers, meta.compute_dtype, world=world, progress=progress)
-        self.statistics = self.directions.statistics = (
-            osft_directions.Statistics()
-        )  # gigabytes, which nothing needs any more
+        # Gigabytes, which nothing needs any more.
+        self.statistics = self.directions.statistics = osft_directions.Statistics()
         self.replace_layers(meta, num_kept)
 
     def lay_out(self, meta: MetaModel) -> None:

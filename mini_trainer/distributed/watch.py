@@ -92,11 +92,8 @@ SECONDS_TO_TELL = 3.0  # Time limit for each final step: printing and writing, w
 SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun may both forward one SIGTERM: within this time it counts once.
 LARGEST_TEXT = 10_000  # maximum characters of a message (its first) or a traceback (its last)
 
-KNOWN_TO_ALL = (
-    ending.ExitCode.INTERRUPTED,
-    ending.ExitCode.SAVED_AND_REQUEUE,
-    ending.ExitCode.PEER_DIED,
-)  # before the lifeline exists
+# Causes that every rank learns of by itself, before the lifeline exists.
+KNOWN_TO_ALL = (ending.ExitCode.INTERRUPTED, ending.ExitCode.SAVED_AND_REQUEUE, ending.ExitCode.PEER_DIED)
 
 
 @dataclass

@@ -55,6 +55,9 @@ class Checkpoint:
         """Optimizer steps up to it, also of the runs that its run has continued."""
         return self.state["position"]["step"] + self.state.get("num_steps_before", 0)
 
+    def open_tensors(self) -> checkpoint_files.TensorReader:
+        return checkpoint_files.TensorReader(self.path, self.layout)
+
 
 class Checkpointer:
     """Writes and reads the checkpoints of one run. All ranks call every method.
@@ -260,10 +263,7 @@ class Checkpointer:
 
     def load_weights(self, checkpoint: Checkpoint, model: PackedModel, method: Method) -> None:
         """Fills the weights that the checkpoint has; ValueError if they are of a different model."""
-        reader, layouts = (
-            checkpoint_files.TensorReader(checkpoint.path, checkpoint.layout),
-            checkpoint.layout["tensors"],
-        )
+        reader, layouts = checkpoint.open_tensors(), checkpoint.layout["tensors"]
         for name, tensor in collect_weights(model, method).items():
             found, wanted = layouts.get(name), describe_layout(tensor)
             if found is None or (found["shape"], found["dtype"]) != (wanted["shape"], wanted["dtype"]):
@@ -272,10 +272,7 @@ class Checkpointer:
 
     def load_optimizer(self, checkpoint: Checkpoint, train_state: TrainState) -> None:
         """Fills the state of optimizer and average; ValueError if the checkpoint is of a different optimizer."""
-        reader, layouts = (
-            checkpoint_files.TensorReader(checkpoint.path, checkpoint.layout),
-            checkpoint.layout["tensors"],
-        )
+        reader, layouts = checkpoint.open_tensors(), checkpoint.layout["tensors"]
         optimizer, saved_keys = train_state.optimizer, group_state(layouts)
         for param_name, param in train_state.model.named_parameters():
             keys = saved_keys.get(param_name, [])
@@ -294,10 +291,7 @@ class Checkpointer:
 
     def load_average(self, checkpoint: Checkpoint, average: "WeightAverage") -> None:
         """Fills the average; parameters missing from the checkpoint's start at the restored weights."""
-        reader, layouts = (
-            checkpoint_files.TensorReader(checkpoint.path, checkpoint.layout),
-            checkpoint.layout["tensors"],
-        )
+        reader, layouts = checkpoint.open_tensors(), checkpoint.layout["tensors"]
         average.start()
         held = {name for name in average.values if f"{AVERAGE}/{name}" in layouts}
         for name in held:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from mini_trainer.data.stores.disk import link_beside, remove_directory
+from mini_trainer.data.stores.model_files import CARD_FILE
 from mini_trainer.distributed.devices import DTYPES, run_eagerly
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.watch import RunControl
@@ -94,7 +95,7 @@ class Exports:
         call_on_rank0(self.world, self.control.check_directory)
         inputs = self.inputs
         notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
-        notes |= call_on_rank0(self.world, lambda: make_card(inputs, position))
+        notes[CARD_FILE] = call_on_rank0(self.world, lambda: make_card(inputs, position))
         export_dir = self.path_of(position) if best is None else self.directory / "best"
         num_steps, average = state.num_steps_before + position.step, state.average
         average_dir = export_dir.with_name(AVERAGE_PREFIX + export_dir.name)

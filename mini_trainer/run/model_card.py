@@ -71,8 +71,8 @@ TEXT = '"A text")'
 COMPLETE = '"Hello", max_new_tokens=64)[0]["generated_text"]'  # by a model without a chat template
 
 
-def make_card(inputs: RunInputs, position: RunPosition) -> dict[str, str]:
-    """The text of README.md, by its name, for the model at `position`."""
+def make_card(inputs: RunInputs, position: RunPosition) -> str:
+    """The text of README.md for the model at `position`."""
     output_dir = Path(inputs.values["output_dir"])
     params = read_params(output_dir)
     values = inputs.values | params["options"]  # as recorded: `mini-trainer export` leaves out some of them
@@ -94,7 +94,7 @@ def make_card(inputs: RunInputs, position: RunPosition) -> dict[str, str]:
         options=table(("option", "value"), list_options(values)),
         versions=table(("", ""), list(params["versions"].items())),
     )
-    return {CARD_FILE: hide_secrets(f"{card}\n")}
+    return hide_secrets(f"{card}\n")
 
 
 def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:

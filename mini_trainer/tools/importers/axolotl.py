@@ -206,9 +206,8 @@ def read_preferences(to: conversion.Conversion, rest: dict[str, Any], kind: Any)
     columns = {part: (rest.pop(f"field_{part}", part), (part,)) for part in ("chosen", "rejected")}
     if kind in ("chat_template", "chat_template.default"):
         columns["prompt"] = (rest.pop("field_messages", "messages"), ("messages", "conversations"))
-    return ({"chat_template": template} if template in ("chatml", "llama3") else {}) | conversion.name_columns(
-        **columns
-    )
+    own = {"chat_template": template} if template in ("chatml", "llama3") else {}
+    return own | conversion.name_columns(**columns)
 
 
 def pop_message_keys(rest: dict[str, Any]) -> tuple[str, str]:
