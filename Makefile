@@ -6,6 +6,9 @@
 # make docs         builds the documentation: build/docs/site/index.html
 # make lint         checks lint rules, formatting and types
 
+# Where this is set, as in many container images, each process would compile all of torch again: 15 seconds and more.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart

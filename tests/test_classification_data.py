@@ -416,7 +416,7 @@ def test_what_is_broken_is_named_with_its_line(name, encoder, tmp_path):
 
 
 def test_a_quote_that_is_not_closed_does_not_fill_memory(tmp_path, encoder, monkeypatch):
-    monkeypatch.setattr("mini_trainer.data.rows.lines.MAX_ROW_BYTES", 1 << 10)
+    monkeypatch.setattr("mini_trainer.data.stores.json_lines.MAX_ROW_BYTES", 1 << 10)
     (tmp_path / "a.csv").write_bytes(TABLE + b'"x,pos\n' + b"good film,pos\n" * 1000)
     with pytest.raises(ValueError, match=r"a\.csv: .*line 4 .*1,024 bytes"):
         prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow")

@@ -24,6 +24,7 @@ from mini_trainer.data.rows.files import Chunk, find_sources, iterate_rows, read
 from mini_trainer.data.rows.formats import FieldPaths, detect_format, read_example, read_text_row
 from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.rows import read_rows
+from mini_trainer.data.stores import json_lines
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
@@ -338,7 +339,7 @@ def test_a_list_is_split_as_it_would_be_parsed(values, indent, ascii_only):
 
 @pytest.mark.wide
 def test_rows_that_are_too_long_are_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_lines, "MAX_ROW_BYTES", 3 << 20)
+    monkeypatch.setattr(json_lines, "MAX_ROW_BYTES", 3 << 20)
     long = json.dumps({"text": "a" * (30 << 20)})
     (tmp_path / "in.jsonl").write_text(f'{long}\n{{"text": "b"}}\n{long}')
     (tmp_path / "in.json").write_text(f'[{long},\n{{"text": "b"}},\n{long}]')

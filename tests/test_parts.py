@@ -24,7 +24,6 @@ from processes import ROOT
 from mini_trainer.data.chat.conversation import Pictures, Remark, TokenizedChat, TrainedSpan
 from mini_trainer.data.columns.encoding import add_mismatched, pair_up
 from mini_trainer.data.rows import files as data_files
-from mini_trainer.data.rows import lines as data_lines
 from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
@@ -42,6 +41,7 @@ from mini_trainer.data.rows.parts import (
 )
 from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.rows.writer import TokenizedSample
+from mini_trainer.data.stores import json_lines
 from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.distributed.lock import RunLock
 from mini_trainer.distributed.process import find_task
@@ -155,7 +155,7 @@ def test_each_line_is_in_one_part_with_its_number(files, count, section_bytes, m
         (directory / f"{number}.jsonl").write_bytes(b"\xef\xbb\xbf" * has_mark + content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data_files, "SECTION_BYTES", section_bytes)
-        patch.setattr(data_lines, "MAX_ROW_BYTES", max_row_bytes)
+        patch.setattr(json_lines, "MAX_ROW_BYTES", max_row_bytes)
         sources = find_sources([str(directory)])
         whole = [(source.name, row) for source in sources for row in number_rows(source)]
         chunks = [chunk for source in sources for chunk in read_chunks(source)]

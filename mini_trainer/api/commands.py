@@ -18,17 +18,14 @@ from mini_trainer.api import arguments
 from mini_trainer.api.errors import make_bad_input
 from mini_trainer.api.sent_callbacks import send_callbacks
 from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file, names_tokenized
-from mini_trainer.options import OptimizationOptions, OSFTOptions, TrainOptions, flag_name, iterate_fields, list_types
-from mini_trainer.options.foreign_names import (
-    DATA_NAMES,
-    DTYPES,
-    SCHEDULE_ARGUMENTS,
-    SCHEDULES,
-    SHARDING,
-    TRAIN_NAMES,
-    convert_schedule,
-    find_option,
-    find_row,
+from mini_trainer.options import (
+    OptimizationOptions,
+    OSFTOptions,
+    TrainOptions,
+    flag_name,
+    foreign_names,
+    iterate_fields,
+    list_types,
 )
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import is_url
@@ -151,7 +148,9 @@ def make_data_values(args: arguments.DataProcessArgs) -> Values:
             if value is None:
                 continue
             check_template(value)
-        values.give(find_option(name, DATA_TYPES) if name in DATA_NAMES else name, value, by=name)
+        values.give(
+            foreign_names.find_option(name, DATA_TYPES) if name in foreign_names.DATA_NAMES else name, value, by=name
+        )
     return values
 
 
@@ -245,9 +244,9 @@ def give_sharding(values: Values, args: arguments.TrainingArgs) -> None:
     fsdp, deepspeed = args.fsdp_options, args.deepspeed_options
     if fsdp is not None:
         strategy = to_plain(fsdp.sharding_strategy)
-        if strategy not in SHARDING:
-            raise make_bad_input(f"sharding_strategy {strategy!r}: must be one of {', '.join(SHARDING)}")
-        for name, value in SHARDING[strategy].items():
+        if strategy not in foreign_names.SHARDING:
+            raise make_bad_input(f"sharding_strategy {strategy!r}: must be one of {', '.join(foreign_names.SHARDING)}")
+        for name, value in foreign_names.SHARDING[strategy].items():
             values.give(name, value, by="fsdp_options")
         if fsdp.cpu_offload_params:
             values.give("cpu_offload", True, by="fsdp_options")
@@ -374,7 +373,8 @@ def convert_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
         del given["save_best_val_loss"]  # their default; an option without effect would be refused
     found: dict[str, tuple[str, Any]] = {}
     precision = given.pop("osft_upcast_dtype", None)
-    if precision is not None and DTYPES.get(name := to_name(precision), name) not in ("float32", "float64"):
+    name = to_name(precision)
+    if precision is not None and foreign_names.DTYPES.get(name, name) not in ("float32", "float64"):
         raise make_bad_input(
             f"osft_upcast_dtype {precision}: OSFT decomposes in float64 and computes in float32, always"
         )
@@ -385,7 +385,7 @@ def convert_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     if samples is not None:
         found["validate_every_steps"] = ("min_samples_per_validation", count_steps(samples, given))
     choose_end(given)
-    for name in [name for name in TRAIN_NAMES if name in given]:
+    for name in [name for name in foreign_names.TRAIN_NAMES if name in given]:
         for option, value in convert_name(name, given.pop(name)).items():
             if option in found:
                 raise make_bad_input(
@@ -397,7 +397,7 @@ def convert_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
 
 def convert_name(name: str, value: Any) -> dict[str, Any]:
     """Our options for a field, by the table of foreign names; none, if it has no effect."""
-    row = find_row(name)
+    row = foreign_names.find_row(name)
     if not row.options:
         if row.decides and value:
             raise make_bad_input(f"{name} has no counterpart here: {row.reason}")
@@ -455,11 +455,12 @@ def list_other_ends(mode: Any, given: dict[str, Any]) -> list[str]:
 def convert_schedule_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     """Converts transformers' names and arguments of schedules, `lr_scheduler` and `lr_scheduler_kwargs`."""
     scheduler, values = str(given.get("lr_scheduler", "")), given.pop("lr_scheduler_kwargs", None) or {}
-    if scheduler in SCHEDULES:
-        given["lr_scheduler"] = find_row("lr_scheduler").convert(scheduler, name="lr_scheduler")["lr_scheduler"]
-    found, unknown = convert_schedule(scheduler, values, given.get("learning_rate", LEARNING_RATE))
+    if scheduler in foreign_names.SCHEDULES:
+        converted = foreign_names.find_row("lr_scheduler").convert(scheduler, name="lr_scheduler")
+        given["lr_scheduler"] = converted["lr_scheduler"]
+    found, unknown = foreign_names.convert_schedule(scheduler, values, given.get("learning_rate", LEARNING_RATE))
     if unknown:
-        allowed = ", ".join(SCHEDULE_ARGUMENTS.get(scheduler, ())) or "none"
+        allowed = ", ".join(foreign_names.SCHEDULE_ARGUMENTS.get(scheduler, ())) or "none"
         raise make_bad_input(
             f"lr_scheduler_kwargs: {', '.join(unknown)}: allowed with {scheduler or 'the default'}: {allowed}"
         )
@@ -469,7 +470,7 @@ def convert_schedule_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]
 def list_notes(args: arguments.TrainingArgs) -> list[str]:
     """Fields that have no effect, and defaults of Red Hat's that apply, or do not."""
     given = {name: value for name, value in vars(args).items() if value is not arguments.NOTHING and value is not None}
-    rows = {name: find_row(name) for name in TRAIN_NAMES if name in given}
+    rows = {name: foreign_names.find_row(name) for name in foreign_names.TRAIN_NAMES if name in given}
     notes = [f"{name} has no effect: {row.reason}" for name, row in rows.items() if not row.options]
     if "osft_upcast_dtype" in given:
         notes.append("osft_upcast_dtype has no effect: OSFT decomposes in float64 and computes in float32")

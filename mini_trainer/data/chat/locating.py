@@ -5,26 +5,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mini_trainer.data.chat import conversation, rendering
+from mini_trainer.data.chat import conversation, rendering, skeletons
 from mini_trainer.data.chat.placing import PlaceMemory, check_completeness, check_names, check_places, check_rest
 from mini_trainer.data.chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_reasoning
-from mini_trainer.data.chat.skeletons import (
-    Beginning,
-    Render,
-    Skeleton,
-    SlotMemory,
-    Span,
-    Turn,
-    match_text,
-    pad_outline,
-)
 from mini_trainer.data.chat.turns import Stops, TurnLearner, TurnMemory
 
 MAX_NUM_SKELETONS = 4096  # bounds memory if every conversation has its own outline
 MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversations have outlines of their own
 
 
-def describe_beginnings(outline: conversation.Outline, skeleton: Skeleton) -> None:
+def describe_beginnings(outline: conversation.Outline, skeleton: skeletons.Skeleton) -> None:
     """Sets `beginning` and `lacks_reasoning` of the skeleton's assistant turns."""
     written = {slot.leaf for slot in skeleton.slots}
     reasoning: dict[int, list[int]] = {}  # by message, under any of its keys
@@ -40,7 +30,9 @@ def describe_beginnings(outline: conversation.Outline, skeleton: Skeleton) -> No
     ]
 
 
-def describe_beginning(turn: Turn, outline: conversation.Outline, skeleton: Skeleton) -> Beginning | None:
+def describe_beginning(
+    turn: skeletons.Turn, outline: conversation.Outline, skeleton: skeletons.Skeleton
+) -> skeletons.Beginning | None:
     """The turn's beginning; None if its prompt writes no more than the row, or if it has no prompt."""
     index, offset = turn.header or turn.start
     literal = skeleton.literals[index]
@@ -51,7 +43,7 @@ def describe_beginning(turn: Turn, outline: conversation.Outline, skeleton: Skel
     is_reasoning = has_text and outline.leaves[skeleton.slots[index].leaf].kind == "reasoning"
     end = len(literal) if has_text else turn.end[1]
     written = None if is_reasoning else literal[offset:end]
-    return Beginning((index, offset), literal[:offset], turn.prompt, prompted, written)
+    return skeletons.Beginning((index, offset), literal[:offset], turn.prompt, prompted, written)
 
 
 @dataclass(frozen=True)
@@ -60,11 +52,13 @@ class SkeletonLearner:
     that it has learned."""
 
     stops: Stops
-    slots: SlotMemory = field(default_factory=SlotMemory)
+    slots: skeletons.SlotMemory = field(default_factory=skeletons.SlotMemory)
     turns: TurnMemory = field(default_factory=TurnMemory)
     places: PlaceMemory = field(default_factory=PlaceMemory)
 
-    def learn(self, outline: conversation.Outline, *, unmasked: set[int], render: Render) -> Skeleton:
+    def learn(
+        self, outline: conversation.Outline, *, unmasked: set[int], render: skeletons.Render
+    ) -> skeletons.Skeleton:
         """The skeleton of `outline`, with the turns that can be trained: the assistant's, and the messages in
         `unmasked`.
 
@@ -90,7 +84,7 @@ class SkeletonLearner:
         describe_beginnings(outline, skeleton)
         return skeleton
 
-    def start(self, outline: conversation.Outline, render: Render) -> tuple[str, Skeleton]:
+    def start(self, outline: conversation.Outline, render: skeletons.Render) -> tuple[str, skeletons.Skeleton]:
         """The outline's rendering, and its skeleton without turns."""
         check_rest(outline, self.stops)
         try:
@@ -103,7 +97,7 @@ class SkeletonLearner:
         named_by_id = check_completeness(outline, order, render)
 
         def pad() -> list[str]:
-            padded_order, gaps = conversation.split_at_placeholders(render([pad_outline(outline)])[0])
+            padded_order, gaps = conversation.split_at_placeholders(render([skeletons.pad_outline(outline)])[0])
             if order != padded_order:
                 raise ValueError(
                     "the chat template writes different texts, or in a different order, if whitespace surrounds them"
@@ -111,10 +105,16 @@ class SkeletonLearner:
             return gaps
 
         slots = self.slots.learn_slots(outline, order, literals, pad)
-        return text, Skeleton(literals, slots, [], named_by_id)
+        return text, skeletons.Skeleton(literals, slots, [], named_by_id)
 
     def learn_turns(
-        self, outline: conversation.Outline, skeleton: Skeleton, text: str, *, unmasked: set[int], render: Render
+        self,
+        outline: conversation.Outline,
+        skeleton: skeletons.Skeleton,
+        text: str,
+        *,
+        unmasked: set[int],
+        render: skeletons.Render,
     ) -> None:
         """Adds the turns to the skeleton, and checks that every text is in the right turn."""
         learner = TurnLearner(outline, skeleton, render, self.stops, self.turns)
@@ -127,8 +127,8 @@ class SkeletonLearner:
         self.places.check_arguments(outline, skeleton, render, text)
 
     def learn_marked(
-        self, outline: conversation.Outline, marked: list[tuple[int, int]], text: str, *, render: Render
-    ) -> Skeleton:
+        self, outline: conversation.Outline, marked: list[tuple[int, int]], text: str, *, render: skeletons.Render
+    ) -> skeletons.Skeleton:
         """The skeleton of an outline whose turns are the passages `marked` of its rendering `text`, which the template
         marks as generated, without their part in the generation prompt."""
         rendered, skeleton = self.start(outline, render)
@@ -144,7 +144,9 @@ class SkeletonLearner:
                 start, rests, prompt = mark, (), None
             header, start = start, max(mark, start)
             num_skipped = start[1] - mark[1] if start[0] == mark[0] else None
-            skeleton.turns.append(Turn(i, start, end, rests, prompt=prompt, num_skipped=num_skipped, header=header))
+            skeleton.turns.append(
+                skeletons.Turn(i, start, end, rests, prompt=prompt, num_skipped=num_skipped, header=header)
+            )
         describe_beginnings(outline, skeleton)
         check_places(outline, skeleton)
         self.places.check_arguments(outline, skeleton, render, text)
@@ -218,7 +220,7 @@ class TurnFinder:
 
     def __init__(self, renderer: rendering.ChatRenderer, stops: Stops) -> None:
         self.renderer, self.stops = renderer, stops
-        self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
+        self.skeletons: dict[tuple[Any, ...], skeletons.Skeleton] = {}
         self.num_slots = 0  # total over `skeletons`
         self.written_tools: set[tuple[Any, ...]] = set()  # tools, with the roles of a chat, that the template writes
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
@@ -230,13 +232,13 @@ class TurnFinder:
         self.skeletons.clear()
         self.num_slots = 0
 
-    def find_spans(self, text: str, chat: conversation.PreparedChat) -> list[Span]:
+    def find_spans(self, text: str, chat: conversation.PreparedChat) -> list[skeletons.Span]:
         """The spans of the turns in a rendered chat."""
         render = partial(self.renderer.render, tools=chat.tools)
         skeleton = self.find_skeleton(chat, render)
         spans = skeleton.find_spans(text, chat.values)
         if spans is None:
-            spans = rendering.catch_error(match_text, text, chat.outline, skeleton, render=render)
+            spans = rendering.catch_error(skeletons.match_text, text, chat.outline, skeleton, render=render)
         if isinstance(spans, ValueError):
             spans = self.find_spans_alone(text, chat, render, spans)
         if skeleton.named_by_id:
@@ -244,8 +246,8 @@ class TurnFinder:
         return spans
 
     def find_spans_alone(
-        self, text: str, chat: conversation.PreparedChat, render: Render, error: ValueError
-    ) -> list[Span]:
+        self, text: str, chat: conversation.PreparedChat, render: skeletons.Render, error: ValueError
+    ) -> list[skeletons.Span]:
         """`find_spans` with a skeleton for this row alone, for templates that write other parts differently depending
         on the texts of roles other than the assistant. Raises `error` if that does not help."""
         outline = conversation.make_outline(chat.messages, only=conversation.ASSISTANT)
@@ -253,11 +255,11 @@ class TurnFinder:
             raise error
         try:
             skeleton = SkeletonLearner(self.stops).learn(outline, unmasked=set(), render=render)
-            return match_text(text, outline, skeleton, render=render)
+            return skeletons.match_text(text, outline, skeleton, render=render)
         except ValueError:
             raise error from None
 
-    def find_skeleton(self, chat: conversation.PreparedChat, render: Render) -> Skeleton:
+    def find_skeleton(self, chat: conversation.PreparedChat, render: skeletons.Render) -> skeletons.Skeleton:
         """The chat's skeleton, learned once per outline."""
         key = chat.key
         if key not in self.skeletons:
@@ -266,14 +268,14 @@ class TurnFinder:
             self.remember(key, learner.learn(chat.outline, unmasked=chat.unmasked, render=render))
         return self.skeletons[key]
 
-    def remember(self, key: tuple[Any, ...], skeleton: Skeleton) -> None:
+    def remember(self, key: tuple[Any, ...], skeleton: skeletons.Skeleton) -> None:
         if len(self.skeletons) >= MAX_NUM_SKELETONS or self.num_slots >= MAX_NUM_SLOTS:
             self.skeletons.clear()
             self.num_slots = 0
         self.skeletons[key] = skeleton
         self.num_slots += len(skeleton.slots)
 
-    def check_tools_are_written(self, chat: conversation.PreparedChat, render: Render) -> None:
+    def check_tools_are_written(self, chat: conversation.PreparedChat, render: skeletons.Render) -> None:
         """Refuses a template that leaves out the tools, which can depend on the set of roles, the first and the last
         role."""
         if not chat.tools:
@@ -291,7 +293,7 @@ class TurnFinder:
 
     def find_marked_spans(
         self, text: str, marked: list[tuple[int, int]], chat: conversation.PreparedChat
-    ) -> list[Span]:
+    ) -> list[skeletons.Span]:
         """The turns of the passages that the template marks as generated, without the text of the generation prompt
         and without whitespace after the stop token."""
         skeleton = self.find_marked_skeleton(chat)
@@ -308,10 +310,10 @@ class TurnFinder:
             start += turn.num_skipped
             opens = start if turn.beginning is None else start - (turn.start[1] - turn.beginning.place[1])
             start += next((len(prompted) for prompted in turn.prompted if text.startswith(prompted, start)), 0)
-            spans.append(Span(start, self.stops.trim(text, start, end), turn, opens))
+            spans.append(skeletons.Span(start, self.stops.trim(text, start, end), turn, opens))
         return spans
 
-    def find_marked_skeleton(self, chat: conversation.PreparedChat) -> Skeleton:
+    def find_marked_skeleton(self, chat: conversation.PreparedChat) -> skeletons.Skeleton:
         """The chat's skeleton with the turns that the template marks, learned once per outline."""
         key = ("marked", *chat.key)
         if key not in self.skeletons:

@@ -17,19 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mini_trainer.data.chat import tokens
-from mini_trainer.data.chat.conversation import (
-    DIVIDED,
-    Chat,
-    Example,
-    Located,
-    Passage,
-    Pictures,
-    PreparedChat,
-    Remark,
-    TokenizedChat,
-    prepare_chat,
-)
+from mini_trainer.data.chat import conversation, tokens
 from mini_trainer.data.chat.locating import PassageLocator, TurnFinder
 from mini_trainer.data.chat.prompting import PromptMatcher, StopAppender, TemplateChecker, describe_open_turns
 from mini_trainer.data.chat.rendering import ChatRenderer, catch_error
@@ -76,7 +64,7 @@ class ImageExpander:
                 " masked: models of its type cannot be trained on images"
             )
 
-    def expand(self, located: Located, references: Sequence[str]) -> Located:
+    def expand(self, located: conversation.Located, references: Sequence[str]) -> conversation.Located:
         """The row with its placeholders replaced by the processor's text, which is never trained."""
         if located.is_weighted:
             raise ValueError("a message has a 'weight', which data with images cannot store: use 'train' alone")
@@ -104,7 +92,7 @@ class ImageExpander:
             located,
             text=replace_all(located.text, replaced),
             passages=[move_passage(passage, replaced) for passage in located.passages],
-            pictures=Pictures(
+            pictures=conversation.Pictures(
                 references=tuple(references),
                 sizes=tuple((image.height, image.width) for image in shown),
                 spans=self.find_spans(ids, [place["replacement"] for place in replaced]),
@@ -144,7 +132,7 @@ def replace_all(text: str, replaced: Sequence[dict[str, Any]]) -> str:
     return "".join([*parts, text[last:]])
 
 
-def move_passage(passage: Passage, replaced: Sequence[dict[str, Any]]) -> Passage:
+def move_passage(passage: conversation.Passage, replaced: Sequence[dict[str, Any]]) -> conversation.Passage:
     """The passage at its place after the replacements. ValueError if an image is in it."""
     moved = 0
     for place in replaced:
@@ -164,8 +152,12 @@ class ChatLabeller:
     expander: ImageExpander | None
 
     def label_each(
-        self, located: Sequence[Located | ValueError], chats: Sequence[PreparedChat | ValueError], *, divides: bool
-    ) -> list[TokenizedChat | ValueError]:
+        self,
+        located: Sequence[conversation.Located | ValueError],
+        chats: Sequence[conversation.PreparedChat | ValueError],
+        *,
+        divides: bool,
+    ) -> list[conversation.TokenizedChat | ValueError]:
         """Token ids of chats as the tokenizer makes them, except for divided tokens (see `label`), and labels by the
         position of each turn. `divides`: see `ChatMasker.mask`."""
         located = [catch_error(self.put_images, *pair) for pair in zip(located, chats, strict=True)]
@@ -176,11 +168,11 @@ class ChatLabeller:
         prompts = self.encode_prompts(located) if divides else [()] * len(located)
         return [catch_error(self.label, *each) for each in zip(encodings, located, prompts, strict=True)]
 
-    def put_images(self, located: Located, chat: PreparedChat) -> Located:
+    def put_images(self, located: conversation.Located, chat: conversation.PreparedChat) -> conversation.Located:
         """The row with its image placeholders expanded by the model's processor."""
         return located if self.expander is None else self.expander.expand(located, chat.images)
 
-    def encode_prompts(self, located: Sequence[Located | ValueError]) -> list[Sequence[int]]:
+    def encode_prompts(self, located: Sequence[conversation.Located | ValueError]) -> list[Sequence[int]]:
         """The tokens of each row's text before its first passage; rows that share it, such as pairs, share them."""
         texts = [
             "" if isinstance(found, ValueError) or not found.passages else found.text[: found.passages[0].start]
@@ -190,13 +182,15 @@ class ChatLabeller:
         encoded = dict(zip(unique, self.borders.encoder.encode(unique, add_special_tokens=False), strict=True))
         return [encoded[text].ids for text in texts]
 
-    def label(self, encoding: Any, located: Located, prompt_ids: Sequence[int]) -> TokenizedChat:
+    def label(
+        self, encoding: Any, located: conversation.Located, prompt_ids: Sequence[int]
+    ) -> conversation.TokenizedChat:
         """A chat's tokens and their labels. Passages that begin within a token are encoded apart from the text before
         them, and the first one if that text alone has other tokens: `prompt_ids`, if they are known."""
         starts = [passage.start for passage in located.passages if passage.start > 0]
         joined = [start for start in starts if tokens.spans_border(encoding, start)]
         if joined:
-            located = replace(located, remarks=(*located.remarks, Remark(DIVIDED)))
+            located = replace(located, remarks=(*located.remarks, conversation.Remark(conversation.DIVIDED)))
         is_prompted = encoding.ids[: len(prompt_ids)] == list(prompt_ids)
         divided = joined if is_prompted else sorted({*joined, *starts[:1]})
         if joined and located.pictures is not None:
@@ -205,7 +199,7 @@ class ChatLabeller:
             encoding = self.borders.divide(located.text, divided)
         return tokens.label_encoding(encoding, located)
 
-    def mark_control(self, located: Located, chat: PreparedChat) -> Located:
+    def mark_control(self, located: conversation.Located, chat: conversation.PreparedChat) -> conversation.Located:
         return self.borders.control.mark(located, chat.values)
 
 
@@ -236,13 +230,20 @@ class TemplateMasker:
         self.locator = PassageLocator(self.renderer, self.finder, matcher, rules.strict_reasoning)
         self.open_turns: set[str] = set()  # turns without a stop token ("inner", "last"); set by `check`
 
-    def mask(self, chats: Sequence[Chat], *, divides: bool) -> list[TokenizedChat | ValueError]:
+    def mask(
+        self, chats: Sequence[conversation.Chat], *, divides: bool
+    ) -> list[conversation.TokenizedChat | ValueError]:
         """`ChatMasker.mask` of chats with these arguments."""
         return self.mask_at(self.locator, chats, appends_stop=self.rules.appends_stop, divides=divides)
 
     def mask_at(
-        self, locator: PassageLocator, chats: Sequence[Chat], *, appends_stop: bool = False, divides: bool = False
-    ) -> list[TokenizedChat | ValueError]:
+        self,
+        locator: PassageLocator,
+        chats: Sequence[conversation.Chat],
+        *,
+        appends_stop: bool = False,
+        divides: bool = False,
+    ) -> list[conversation.TokenizedChat | ValueError]:
         """Token ids and labels of chats, with the passages that `locator` finds.
 
         Raises ValueError without a template, or if no stop token can be appended.
@@ -251,7 +252,7 @@ class TemplateMasker:
             raise ValueError(
                 "the tokenizer has no chat template: name one with --chat-template, or use the model's instruct version"
             )
-        prepared = [catch_error(prepare_chat, chat) for chat in chats]
+        prepared = [catch_error(conversation.prepare_chat, chat) for chat in chats]
         located = locator.locate_each(prepared)
         located = [catch_error(self.labeller.mark_control, *pair) for pair in zip(located, prepared, strict=True)]
         if appends_stop:
@@ -350,7 +351,9 @@ class ChatMasker:
         self.chats = TemplateMasker(tokenizer, self.labeller, self.rules, self.template_args)
         self.others: dict[str, TemplateMasker | ValueError] = {}  # by the arguments that rows have for themselves
 
-    def mask(self, rows: Sequence[Example], *, divides: bool = False) -> list[TokenizedChat | ValueError]:
+    def mask(
+        self, rows: Sequence[conversation.Example], *, divides: bool = False
+    ) -> list[conversation.TokenizedChat | ValueError]:
         """Each row's token ids and labels, or the error that makes it unusable. `divides`: a chat's prompt, up to the
         first passage that is trained, has the tokens that it has alone.
 
@@ -359,14 +362,16 @@ class ChatMasker:
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault((type(row), repr(getattr(row, "template_args", None))), []).append(i)
-        results: dict[int, TokenizedChat | ValueError] = {}
+        results: dict[int, conversation.TokenizedChat | ValueError] = {}
         for (kind, _), indices in groups.items():
             own = [rows[i] for i in indices]
-            masked = self.mask_chats(own, divides=divides) if kind is Chat else self.texts.mask(own)
+            masked = self.mask_chats(own, divides=divides) if kind is conversation.Chat else self.texts.mask(own)
             results.update(zip(indices, masked, strict=True))
         return [results[i] for i in range(len(rows))]
 
-    def mask_chats(self, chats: Sequence[Chat], *, divides: bool) -> list[TokenizedChat | ValueError]:
+    def mask_chats(
+        self, chats: Sequence[conversation.Chat], *, divides: bool
+    ) -> list[conversation.TokenizedChat | ValueError]:
         """`mask` for chats with the same arguments of the template."""
         args = chats[0].template_args
         if not args:

@@ -23,15 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.data.chat.conversation import (
-    Completion,
-    Document,
-    Located,
-    Passage,
-    Remark,
-    TokenizedChat,
-    TrainedSpan,
-)
+from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.rendering import catch_error, check_unicode
 from mini_trainer.data.columns.base import IGNORED
 
@@ -41,7 +33,7 @@ CONTROL = "control token"  # kind of the remark on rows with one in a text
 
 LEADS = ("\n", ".", "1", "a")  # before a text that is to be encoded as the continuation of another
 
-PlainText = Completion | Document
+PlainText = conversation.Completion | conversation.Document
 
 
 class ByteEncoder:
@@ -136,7 +128,7 @@ class ControlTokens:
         tokens = sorted((token for token in found if token.strip(" \t\r\n▁")), key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
-    def mark(self, located: Located, texts: Sequence[Any]) -> Located:
+    def mark(self, located: conversation.Located, texts: Sequence[Any]) -> conversation.Located:
         """The row with a remark if its texts (values that are none count for nothing) have a control token. ValueError
         if such rows are to be refused."""
         found = (self.pattern.search(text) for text in texts if isinstance(text, str))
@@ -145,7 +137,7 @@ class ControlTokens:
             return located
         if self.mode == REFUSE:
             raise ValueError(f"has the control token {token!r} in its texts (--control-tokens refuse)")
-        return replace(located, remarks=(*located.remarks, Remark(CONTROL, rendered=token)))
+        return replace(located, remarks=(*located.remarks, conversation.Remark(CONTROL, rendered=token)))
 
 
 @dataclass(frozen=True)
@@ -291,7 +283,9 @@ def find_token(encoding: Any, at: int, num_tokens: int) -> int:
     return token
 
 
-def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
+def label_encoding(
+    encoding: Any, located: conversation.Located, *, eos_token_id: int | None = None
+) -> conversation.TokenizedChat:
     """Converts passages to spans of tokens: a token is trained if its first character is in a passage.
 
     No token begins before a passage and reaches into it (data/chat/tokens.py). One that begins inside and reaches out
@@ -309,10 +303,10 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
         first = find_token(encoding, passage.start, num_tokens) if passage.start > 0 else 0
         end = find_token(encoding, passage.end, num_tokens) if passage.end < len(located.text) else len(input_ids)
         if first < end:
-            spans.append(TrainedSpan(first, end, passage.role, passage.weight))
+            spans.append(conversation.TrainedSpan(first, end, passage.role, passage.weight))
     if located.pictures is not None and tuple(input_ids) != located.pictures.input_ids:
         raise ValueError("the model's processor and tokenizer make different tokens of the row: it cannot be masked")
-    return TokenizedChat(
+    return conversation.TokenizedChat(
         input_ids,
         spans,
         is_weighted=located.is_weighted,
@@ -335,31 +329,37 @@ class TextMasker:
     def __init__(self, tokenizer: Any, borders: BorderEncoder) -> None:
         self.tokenizer, self.borders = tokenizer, borders
 
-    def mask(self, rows: Sequence[PlainText]) -> list[TokenizedChat | ValueError]:
+    def mask(self, rows: Sequence[PlainText]) -> list[conversation.TokenizedChat | ValueError]:
         """Each row's token ids and labels, or the error that makes it unusable; rows of one kind, ended by one eos
         token each. ValueError if the tokenizer has none."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token, which has to end every document and completion")
         located = [catch_error(self.locate, row) for row in rows]
-        encode = self.encode_completions if isinstance(rows[0], Completion) else self.encode_documents
+        encode = self.encode_completions if isinstance(rows[0], conversation.Completion) else self.encode_documents
         label = partial(label_encoding, eos_token_id=self.tokenizer.eos_token_id)
         return [
             catch_error(label, encoding, found) for encoding, found in zip(encode(rows, located), located, strict=True)
         ]
 
-    def locate(self, row: PlainText) -> Located:
+    def locate(self, row: PlainText) -> conversation.Located:
         """The row's text and its trained passage. ValueError for half a character, and a row that is to be refused."""
-        if isinstance(row, Document):
-            located = Located(check_unicode(row.text), [Passage(0, len(row.text), "document")])
+        if isinstance(row, conversation.Document):
+            located = conversation.Located(
+                check_unicode(row.text), [conversation.Passage(0, len(row.text), "document")]
+            )
         else:
             text = check_unicode(row.prompt + row.completion)
-            located = Located(text, [Passage(len(row.prompt), len(text), "completion")])
+            located = conversation.Located(text, [conversation.Passage(len(row.prompt), len(text), "completion")])
         return self.borders.control.mark(located, [located.text])
 
-    def encode_documents(self, rows: Sequence[Document], located: Sequence[Located | ValueError]) -> list[Any]:
+    def encode_documents(
+        self, rows: Sequence[conversation.Document], located: Sequence[conversation.Located | ValueError]
+    ) -> list[Any]:
         return encode_each(self.borders.encoder, [text_of(found) for found in located], add_special_tokens=True)
 
-    def encode_completions(self, rows: Sequence[Completion], located: Sequence[Located | ValueError]) -> list[Any]:
+    def encode_completions(
+        self, rows: Sequence[conversation.Completion], located: Sequence[conversation.Located | ValueError]
+    ) -> list[Any]:
         pairs = zip(rows, located, strict=True)
         usable = [found if isinstance(found, ValueError) else row for row, found in pairs]
         prompts, answers = (
@@ -372,7 +372,7 @@ class TextMasker:
         )
         return [catch_error(self.join, *each) for each in zip(usable, prompts, answers, strict=True)]
 
-    def join(self, row: Completion, prompt: Any, answer: Any) -> Any:
+    def join(self, row: conversation.Completion, prompt: Any, answer: Any) -> Any:
         """The completion's encoding, from those of its prompt and its answer."""
         if not row.prompt:
             return self.borders.encode(row.completion, adds_special=True)
@@ -386,5 +386,5 @@ def encode_each(encoder: ByteEncoder, texts: Sequence[str | ValueError], *, add_
     return [next(encodings) if isinstance(text, str) else text for text in texts]
 
 
-def text_of(found: Located | ValueError) -> str | ValueError:
+def text_of(found: conversation.Located | ValueError) -> str | ValueError:
     return found if isinstance(found, ValueError) else found.text

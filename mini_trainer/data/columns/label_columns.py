@@ -6,17 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.columns.base import (
-    IGNORED,
-    Bars,
-    Columns,
-    Counts,
-    DataTask,
-    RowFacts,
-    Sample,
-    check_numbers,
-    format_count,
-)
+from mini_trainer.data.columns import base
 
 TYPES_COLUMN = "token_type_ids"
 TARGET_COLUMN = "target"
@@ -25,19 +15,19 @@ NUM_LABELS_SHOWN = 30
 NUM_LABELS_DRAWN = 20
 
 
-class LabelledColumns(Columns):
+class LabelledColumns(base.Columns):
     """Rows whose labels the data set names."""
 
     # Which text of a pair each token is of; null where all are of the first.
     optional: ClassVar = {TYPES_COLUMN: np.int8(0)}
     has_labels = True
 
-    def describe(self, task: DataTask) -> str:
+    def describe(self, task: base.DataTask) -> str:
         if task.label_type == "regression":
             return f"{task.objective}, regression of {task.num_labels} value{'s' * (task.num_labels > 1)}"
         return f"{task.objective} ({task.label_type}) with the labels {describe_names(task.label_names)}"
 
-    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
+    def describe_data(self, counts: base.Counts, task: base.DataTask) -> dict[str, Any]:
         return {
             "objective": task.objective,
             "label_type": task.label_type,
@@ -55,25 +45,25 @@ class LabelledColumns(Columns):
         }
         return row if tokens.type_ids is None else row | {TYPES_COLUMN: tokens.type_ids}
 
-    def report(self, counts: Counts, task: DataTask) -> Iterator[str]:
+    def report(self, counts: base.Counts, task: base.DataTask) -> Iterator[str]:
         """Each label with its count and its share, in the order of the classes."""
         if counts.rows["truncated"]:
-            yield format_count("truncated", counts.rows["truncated"])
+            yield base.format_count("truncated", counts.rows["truncated"])
         yield f"  {task.objective}: {LABEL_TYPES[task.label_type]} {task.num_labels:,} labels"
         for name in task.label_names[:NUM_LABELS_SHOWN]:
-            yield format_count(f"  {name}", counts.labels[name], self.count_labelled(counts))
+            yield base.format_count(f"  {name}", counts.labels[name], self.count_labelled(counts))
         if task.num_labels > NUM_LABELS_SHOWN:
             yield f"    and {task.num_labels - NUM_LABELS_SHOWN:,} more, which are in the sidecar"
 
-    def count_labelled(self, counts: Counts) -> int:
+    def count_labelled(self, counts: base.Counts) -> int:
         """The number that labels are shares of."""
         return counts.num_samples
 
-    def draw(self, counts: Counts, task: DataTask) -> Bars:
+    def draw(self, counts: base.Counts, task: base.DataTask) -> base.Bars:
         shown = {f"label: {name}": counts.labels[name] for name in task.label_names[:NUM_LABELS_DRAWN]}
-        return Bars("Labels", shown, counts.labels.total())
+        return base.Bars("Labels", shown, counts.labels.total())
 
-    def summarize(self, counts: Counts, task: DataTask) -> tuple[str, str]:
+    def summarize(self, counts: base.Counts, task: base.DataTask) -> tuple[str, str]:
         return "labels", f"{task.num_labels:,}"
 
 
@@ -91,9 +81,9 @@ class SequenceColumns(LabelledColumns):
     )
     target = TARGET_COLUMN
 
-    def check(self, sample: Sample, row: RowFacts) -> None:
+    def check(self, sample: base.Sample, row: base.RowFacts) -> None:
         target, task, where = sample[TARGET_COLUMN], row.task, row.where
-        check_numbers(sample, TYPES_COLUMN, row)
+        base.check_numbers(sample, TYPES_COLUMN, row)
         is_single = task.label_type == "single"
         expected = 1 if is_single else task.num_labels
         if len(target) != expected or not np.isfinite(target).all():
@@ -119,23 +109,23 @@ class TokenColumns(LabelledColumns):
         }
     )
 
-    def check(self, sample: Sample, row: RowFacts) -> None:
+    def check(self, sample: base.Sample, row: base.RowFacts) -> None:
         labels, task, where = sample["labels"], row.task, row.where
-        check_numbers(sample, TYPES_COLUMN, row)
-        counted = labels[labels != IGNORED]
+        base.check_numbers(sample, TYPES_COLUMN, row)
+        counted = labels[labels != base.IGNORED]
         beyond = counted[(counted < 0) | (counted >= task.num_labels)]
         if len(beyond):
             raise ValueError(
-                f"{where}: a label is {beyond[0]}; allowed are the classes 0 to {task.num_labels - 1}, and {IGNORED}"
-                " where there is none"
+                f"{where}: a label is {beyond[0]}; allowed are the classes 0 to {task.num_labels - 1}, and"
+                f" {base.IGNORED} where there is none"
             )
         if len(counted) != row.num_counted:
             raise ValueError(
-                f"{where}: num_loss_counted_tokens is {row.num_counted}, but {len(counted)} labels are not {IGNORED}:"
-                " tokenize the data again with process_data.py"
+                f"{where}: num_loss_counted_tokens is {row.num_counted}, but {len(counted)} labels are not"
+                f" {base.IGNORED}: tokenize the data again with process_data.py"
             )
 
-    def count_labelled(self, counts: Counts) -> int:
+    def count_labelled(self, counts: base.Counts) -> int:
         return counts.labels.total()
 
 

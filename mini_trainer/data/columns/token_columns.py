@@ -6,17 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.columns.base import (
-    IGNORED,
-    Bars,
-    Columns,
-    Counts,
-    DataTask,
-    RowFacts,
-    Sample,
-    check_numbers,
-    format_count,
-)
+from mini_trainer.data.columns import base
 
 if TYPE_CHECKING:
     from mini_trainer.data.chat.conversation import TokenizedChat
@@ -25,7 +15,7 @@ WEIGHTS_COLUMN = "loss_weights"
 IMAGES_COLUMN = "images"
 
 
-class TextColumns(Columns):
+class TextColumns(base.Columns):
     """Labels are the tokens themselves, not shifted; IGNORED where not trained. A first token is no target."""
 
     schema = pa.schema(
@@ -39,27 +29,28 @@ class TextColumns(Columns):
     )
     optional: ClassVar = {WEIGHTS_COLUMN: np.float32(1)}
 
-    def describe(self, task: DataTask) -> str:
+    def describe(self, task: base.DataTask) -> str:
         return "language modelling"
 
-    def describe_data(self, counts: Counts, task: DataTask) -> dict[str, Any]:
+    def describe_data(self, counts: base.Counts, task: base.DataTask) -> dict[str, Any]:
         return {}  # as data sets had it before there were other objectives
 
-    def check(self, sample: Sample, row: RowFacts) -> None:
+    def check(self, sample: base.Sample, row: base.RowFacts) -> None:
         labels, where = sample["labels"], row.where
-        check_numbers(sample, WEIGHTS_COLUMN, row, most=1)
+        base.check_numbers(sample, WEIGHTS_COLUMN, row, most=1)
         if labels.max() >= row.vocab_size:
             raise ValueError(f"{where}: token ids beyond the model's vocabulary of {row.vocab_size}")
-        no_labels = labels[(labels < 0) & (labels != IGNORED)]
+        no_labels = labels[(labels < 0) & (labels != base.IGNORED)]
         if len(no_labels):
             raise ValueError(
-                f"{where}: a label is {no_labels[0]}; allowed are token ids, and {IGNORED} where nothing is trained"
+                f"{where}: a label is {no_labels[0]}; allowed are token ids, and {base.IGNORED} where nothing is"
+                " trained"
             )
-        num_targets = np.count_nonzero(labels[1:] != IGNORED)
+        num_targets = np.count_nonzero(labels[1:] != base.IGNORED)
         if num_targets != row.num_counted:
             raise ValueError(
                 f"{where}: num_loss_counted_tokens is {row.num_counted}, but {num_targets} labels after the"
-                f" first are not {IGNORED}: tokenize the data again with process_data.py"
+                f" first are not {base.IGNORED}: tokenize the data again with process_data.py"
             )
 
     def make_row(self, tokens: "TokenizedChat") -> dict[str, Any]:
@@ -77,20 +68,20 @@ class TextColumns(Columns):
 
         return encode_texts(samples, self.schema)
 
-    def report(self, counts: Counts, task: DataTask) -> Iterator[str]:
-        yield format_count("trained tokens", counts.num_loss_counted_tokens, counts.num_tokens)
+    def report(self, counts: base.Counts, task: base.DataTask) -> Iterator[str]:
+        yield base.format_count("trained tokens", counts.num_loss_counted_tokens, counts.num_tokens)
         stops = counts.stops
         if stops["rows"]:
-            yield format_count("rows with a trained stop", stops["trained"], stops["rows"])
+            yield base.format_count("rows with a trained stop", stops["trained"], stops["rows"])
         if stops["appended"]:
-            yield format_count("stop tokens appended", stops["appended"])
+            yield base.format_count("stop tokens appended", stops["appended"])
 
-    def draw(self, counts: Counts, task: DataTask) -> Bars:
+    def draw(self, counts: base.Counts, task: base.DataTask) -> base.Bars:
         trained = {f"trained: {role}": count for role, count in counts.trained_by_role.most_common()}
         rest = counts.num_tokens - counts.trained_by_role.total()
-        return Bars("Tokens by role", trained | {"not trained": rest}, counts.num_tokens)
+        return base.Bars("Tokens by role", trained | {"not trained": rest}, counts.num_tokens)
 
-    def summarize(self, counts: Counts, task: DataTask) -> tuple[str, str]:
+    def summarize(self, counts: base.Counts, task: base.DataTask) -> tuple[str, str]:
         return "trained", f"{counts.num_loss_counted_tokens / counts.num_tokens:.1%}"
 
 
@@ -111,7 +102,7 @@ class PicturedColumns(TextColumns):
     optional: ClassVar = {IMAGES_COLUMN: ()}
     facts = ("image_sizes",)
 
-    def describe(self, task: DataTask) -> str:
+    def describe(self, task: base.DataTask) -> str:
         return "language modelling on texts with images"
 
     def make_row(self, tokens: "TokenizedChat") -> dict[str, Any]:
@@ -122,7 +113,7 @@ class PicturedColumns(TextColumns):
             IMAGES_COLUMN: None if pictures is None else list(pictures.references),
         }
 
-    describe_data, encode = Columns.describe_data, Columns.encode
+    describe_data, encode = base.Columns.describe_data, base.Columns.encode
 
 
 TEXTS, PICTURED = TextColumns(), PicturedColumns()

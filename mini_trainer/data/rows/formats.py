@@ -18,18 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mini_trainer.data.chat.conversation import IMAGE_PART, Chat, Completion, Document, Example, list_parts
-from mini_trainer.data.rows import chat_rows
-from mini_trainer.data.rows.column_names import (
-    ASKING,
-    MEANINGS,
-    PROMPTING,
-    Fields,
-    check_columns,
-    check_messages,
-    drop_ignored,
-    list_paths,
-    look_up,
-)
+from mini_trainer.data.rows import chat_rows, column_names
 from mini_trainer.data.rows.files import Chunk, iterate_rows
 from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.stores.json_lines import quote
@@ -71,7 +60,7 @@ OWN_NAMES = FieldPaths()
 
 
 def read_text_row(
-    values: Fields,
+    values: column_names.Fields,
     chunk: Chunk,
     tally: Counter[str],
     *,
@@ -97,16 +86,16 @@ def read_text_row(
 
 
 def read_fields(
-    row: Fields,
+    row: column_names.Fields,
     data_format: str | None,
     *,
     paths: FieldPaths,
     tally: Counter[str],
     also_read: tuple[str, ...] = (),
-) -> Fields:
+) -> column_names.Fields:
     """The row under the names of its format, without ignored columns. Raises RefusedColumn for an unread column that
     changes the objective."""
-    row = drop_ignored(row, paths.ignored, tally)
+    row = column_names.drop_ignored(row, paths.ignored, tally)
     answered = list_conversation(row, paths) if data_format in (None, "completion") else ()
     also_read = (*also_read, *OF_CHATS) if answered else also_read
     given = paths.given
@@ -117,11 +106,17 @@ def read_fields(
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
     # Chats often repeat their first question in a column; an answer chosen by a path may lack its question. A prompt's
     # columns are no reason to refuse rows that have nothing else to train.
-    without = {PROMPTING} if data_format is None else set()
-    meanings = [meaning for meaning in MEANINGS if (given or meaning != ASKING) and meaning not in without]
-    check_columns(row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally)
+    without = {column_names.PROMPTING} if data_format is None else set()
+    meanings = [
+        meaning
+        for meaning in column_names.MEANINGS
+        if (given or meaning != column_names.ASKING) and meaning not in without
+    ]
+    column_names.check_columns(
+        row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally
+    )
     fields = chat_rows.parse_turns(rename_fields(row, paths, also_read), answered)
-    return check_messages(fields, paths.ignored, tally, also=answered)
+    return column_names.check_messages(fields, paths.ignored, tally, also=answered)
 
 
 def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:
@@ -129,7 +124,9 @@ def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:
     for row in iterate_rows(chunk):
         try:
             row = parse_row(row.value, chunk.encoding)
-            fields = None if row is None else rename_fields(drop_ignored(row, paths.ignored, Counter()), paths)
+            fields = (
+                None if row is None else rename_fields(column_names.drop_ignored(row, paths.ignored, Counter()), paths)
+            )
         except ValueError:
             continue  # refused, with its reason, when it is read
         found = None if fields is None else find_format(fields)
@@ -145,8 +142,8 @@ def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
         with contextlib.suppress(ValueError):  # an unreadable row is refused, with its reason, when it is read
             rows.append(parse_row(row.value, chunk.encoding) or {})
     for name, path in paths.given.items():
-        if rows and all(look_up(row, path) is None for row in rows):
-            found = sorted({path for row in rows for path in list_paths(row)})
+        if rows and all(column_names.look_up(row, path) is None for row in rows):
+            found = sorted({path for row in rows for path in column_names.list_paths(row)})
             close = difflib.get_close_matches(path, found, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             more = f" and {len(found) - MOST_PATHS} more" if len(found) > MOST_PATHS else ""
@@ -156,7 +153,7 @@ def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
             )
 
 
-def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> Fields:
+def rename_fields(row: column_names.Fields, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> column_names.Fields:
     """The row with the values at `paths` under the names of its format. Of its other columns, only those that this
     format reads and `also_read` are kept.
 
@@ -165,7 +162,7 @@ def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = (
     given = paths.given
     if not given:
         return chat_rows.parse_turns(row, ())
-    found = chat_rows.parse_turns({name: look_up(row, path) for name, path in given.items()}, ())
+    found = chat_rows.parse_turns({name: column_names.look_up(row, path) for name, path in given.items()}, ())
     for name, value in found.items():
         if value is None and name != "system":
             raise ValueError(
@@ -190,7 +187,7 @@ def list_formats() -> dict[str, "TextFormat"]:
     return dict(TEXT_FORMATS)
 
 
-def find_format(fields: Fields) -> str | None:
+def find_format(fields: column_names.Fields) -> str | None:
     """The first format whose keys a row has; null counts as missing, because tables cannot leave keys out."""
     has = {key for key, value in fields.items() if value is not None}
     for name, known in list_formats().items():
@@ -199,7 +196,9 @@ def find_format(fields: Fields) -> str | None:
     return None
 
 
-def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_images: bool = False) -> Example:
+def read_example(
+    row: column_names.Fields, data_format: str | None, *, is_given: bool, takes_images: bool = False
+) -> Example:
     """The row's example. Raises ValueError for a row of a format other than the file's, or with invalid values."""
     found = find_format(row)
     if data_format is None or (found is None and not is_given):
@@ -228,17 +227,17 @@ def refuse_images(chat: Chat) -> None:
             )
 
 
-def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:
+def list_conversation(row: column_names.Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:
     """The names of prompt and completion if both are messages (or their JSON text), as in TRL; empty otherwise."""
-    prompt = look_up(row, paths.prompt or "prompt")
+    prompt = column_names.look_up(row, paths.prompt or "prompt")
     for name in ("completion", "generation"):
-        both = chat_rows.parse_turns({"prompt": prompt, name: look_up(row, paths.completion or name)})
+        both = chat_rows.parse_turns({"prompt": prompt, name: column_names.look_up(row, paths.completion or name)})
         if all(isinstance(value, list) for value in both.values()):
             return "prompt", name
     return ()
 
 
-def read_completion(row: Fields) -> Completion | Chat:
+def read_completion(row: column_names.Fields) -> Completion | Chat:
     """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}, texts or lists of messages.
 
     Of these only the assistant's of the completion are trained."""
@@ -256,7 +255,7 @@ def read_completion(row: Fields) -> Completion | Chat:
     return chat_rows.leave_untrained(chat, len(prompt))
 
 
-def read_document(row: Fields) -> Document:
+def read_document(row: column_names.Fields) -> Document:
     """Reads {"document": ...} or {"text": ...}."""
     return Document(chat_rows.require_one_text(row, "document", "text"))
 
@@ -269,7 +268,7 @@ IN_ALPACA = {"prompt": "instruction", "completion": "output"}
 class TextFormat:
     """A format of rows with texts (options.doors.TEXT_FORMATS)."""
 
-    read: Callable[[Fields], Example]
+    read: Callable[[column_names.Fields], Example]
     keys: tuple[tuple[str, ...], ...]  # a row has one key of each tuple
     columns: tuple[str, ...]  # that it reads
 

@@ -33,42 +33,19 @@ from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import catch_error
 from mini_trainer.data.columns.base import FEEDBACK, PREFERENCE, DataTask
 from mini_trainer.data.columns.encoding import TokenizedFeedback, TokenizedPair, add_mismatched, pair_up
-from mini_trainer.data.rows.chat_rows import (
-    ANSWERS,
-    TEMPLATE_ARGS,
-    build_chat,
-    check_ends,
-    leave_untrained,
-    parse_turns,
-    read_system,
-    read_turn,
-    require_text,
-)
-from mini_trainer.data.rows.column_names import (
-    ASKING,
-    MARKS,
-    PROMPTING,
-    TURNS,
-    VISION_MODELS,
-    WEIGHING,
-    Fields,
-    check_columns,
-    check_keys,
-    drop_ignored,
-    find_name,
-    look_up,
-)
+from mini_trainer.data.rows import chat_rows, column_names
 from mini_trainer.data.rows.files import Chunk
 from mini_trainer.data.rows.formats import refuse_images
 from mini_trainer.data.rows.rows import Preparation
 from mini_trainer.data.stores.json_lines import quote
 from mini_trainer.options import RowOptions
 
-PROMPTS = ("prompt", "question", "instruction", *TURNS)
+PROMPTS = ("prompt", "question", "instruction", *column_names.TURNS)
 CHOSEN = ("chosen", "chosen_response")
 REJECTED = ("rejected", "rejected_response")
 NUMBERS = ("margin", "weight")
-BESIDE = ("system", "tools", "input", TEMPLATE_ARGS, *NUMBERS)  # columns that are read beside prompt and answers
+# Columns that are read beside prompt and answers.
+BESIDE = ("system", "tools", "input", chat_rows.TEMPLATE_ARGS, *NUMBERS)
 SPEAKERS = re.compile(r"\n\n(Human|Assistant):")  # of a whole chat in one text
 ROLES = {"Human": "user", "Assistant": ASSISTANT}
 
@@ -94,22 +71,26 @@ def prepare_preferences(masker: ChatMasker, options: RowOptions) -> Preparation[
     return Preparation(DataTask(PREFERENCE), read, mask, masker.chats.stop_token_ids)
 
 
-def read_preferences(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Preference]:
+def read_preferences(
+    values: column_names.Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions
+) -> list[Preference]:
     return [read_preference(values, options, tally)]
 
 
-def read_preference(values: Fields, options: RowOptions, tally: Counter[str]) -> Preference:
+def read_preference(values: column_names.Fields, options: RowOptions, tally: Counter[str]) -> Preference:
     """The row's preference. Raises ValueError for missing or equal answers, and answers to different prompts."""
     ignored, prompt_field = options.ignore_columns, options.column("prompt")
     chosen, rejected = options.column("chosen"), options.column("rejected")
     values = read_turns(values, (prompt_field, chosen, rejected), ignored, tally)
     names = (
-        find_name(values, chosen, CHOSEN, option="--columns chosen="),
-        find_name(values, rejected, REJECTED, option="--columns rejected="),
+        column_names.find_name(values, chosen, CHOSEN, option="--columns chosen="),
+        column_names.find_name(values, rejected, REJECTED, option="--columns rejected="),
     )
-    answers = [look_up(values, name) for name in names]
+    answers = [column_names.look_up(values, name) for name in names]
     is_whole = all(map(is_whole_chat, answers))
-    prompt_name = None if is_whole else find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
+    prompt_name = (
+        None if is_whole else column_names.find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
+    )
     # With whole chats, `prompt` and `messages` repeat what is in them.
     read = {*names, *BESIDE, *((*PROMPTS, prompt_field) if is_whole else (prompt_name,))} - {None}
     check_beside(values, read, ignored, tally, why="Preferences do not read such columns")
@@ -119,7 +100,10 @@ def read_preference(values: Fields, options: RowOptions, tally: Counter[str]) ->
         return read_texts(prompt, *answers, numbers)
     if is_whole:
         refuse_unread(values, ("input",), "whole chats")
-    beginning = [*read_system(values), *([] if is_whole else read_prompt(values, prompt_name, tally, ignored))]
+    beginning = [
+        *chat_rows.read_system(values),
+        *([] if is_whole else read_prompt(values, prompt_name, tally, ignored)),
+    ]
     read_side = read_whole_chat if is_whole else read_answer
     sides = [
         [*beginning, *read_side(answer, name, tally, ignored)] for answer, name in zip(answers, names, strict=True)
@@ -127,31 +111,33 @@ def read_preference(values: Fields, options: RowOptions, tally: Counter[str]) ->
     return build_preference(*sides, values, numbers)
 
 
-def read_turns(values: Fields, given: Sequence[str | None], ignored: Collection[str], tally: Counter[str]) -> Fields:
+def read_turns(
+    values: column_names.Fields, given: Sequence[str | None], ignored: Collection[str], tally: Counter[str]
+) -> column_names.Fields:
     """The row without ignored columns, and with messages for their JSON texts, also in the columns `given`."""
     named = [name for name in given if name is not None]
-    return parse_turns(drop_ignored(values, ignored, tally), (*ANSWERS, *named))
+    return chat_rows.parse_turns(column_names.drop_ignored(values, ignored, tally), (*chat_rows.ANSWERS, *named))
 
 
 def check_beside(
-    values: Fields, read: Collection[str], ignored: Collection[str], tally: Counter[str], *, why: str
+    values: column_names.Fields, read: Collection[str], ignored: Collection[str], tally: Counter[str], *, why: str
 ) -> None:
     """RefusedColumn, with the reason `why`, for a column not in `read` that weights the row or belongs to the prompt;
     counts other unread columns."""
-    meanings = (WEIGHING, PROMPTING, ASKING, VISION_MODELS)
-    check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
+    meanings = (column_names.WEIGHING, column_names.PROMPTING, column_names.ASKING, column_names.VISION_MODELS)
+    column_names.check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
 
 
-def read_plain_prompt(values: Fields, name: str, given: str | None) -> str | None:
+def read_plain_prompt(values: column_names.Fields, name: str, given: str | None) -> str | None:
     """The prompt as one text, which is trained on without a chat template; None if it becomes messages."""
-    prompt = look_up(values, name)
+    prompt = column_names.look_up(values, name)
     if name != (given or "prompt") or not isinstance(prompt, str):
         return None
-    refuse_unread(values, ("system", "input", "tools", TEMPLATE_ARGS), "a prompt in one text")
-    return require_text({"prompt": prompt}, "prompt")
+    refuse_unread(values, ("system", "input", "tools", chat_rows.TEMPLATE_ARGS), "a prompt in one text")
+    return chat_rows.require_text({"prompt": prompt}, "prompt")
 
 
-def read_number(values: Fields, name: str) -> float | None:
+def read_number(values: column_names.Fields, name: str) -> float | None:
     value = values.get(name)
     if value is None:
         return None
@@ -162,7 +148,7 @@ def read_number(values: Fields, name: str) -> float | None:
     return float(value)
 
 
-def refuse_unread(values: Fields, names: Sequence[str], where: str) -> None:
+def refuse_unread(values: column_names.Fields, names: Sequence[str], where: str) -> None:
     """Raises ValueError for one of the columns, which are read only where prompts are messages."""
     given = [name for name in names if values.get(name)]
     if given:
@@ -172,7 +158,7 @@ def refuse_unread(values: Fields, names: Sequence[str], where: str) -> None:
 def read_texts(prompt: str, chosen: str, rejected: str, numbers: dict[str, float | None]) -> Preference:
     sides = {"chosen": chosen, "rejected": rejected}
     for name in sides:
-        require_text(sides, name)
+        chat_rows.require_text(sides, name)
     if chosen == rejected:
         raise ValueError("the chosen and the rejected answer are equal: there is nothing to prefer")
     return Preference(prompt, Completion(prompt, chosen), Completion(prompt, rejected), **numbers)
@@ -188,7 +174,7 @@ def is_whole_chat(side: Any) -> bool:
 
 def normalize(message: Any, number: int) -> Any:
     """A message; a turn of ShareGPT becomes one."""
-    return read_turn(message, number) if isinstance(message, dict) and "from" in message else message
+    return chat_rows.read_turn(message, number) if isinstance(message, dict) and "from" in message else message
 
 
 def read_messages(value: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
@@ -196,7 +182,12 @@ def read_messages(value: Any, name: str, tally: Counter[str], ignored: Collectio
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{name!r} is {quote(value)}, expected text or messages")
-    checked = [check_keys(message, name, ignored, tally, marks=MARKS, meanings=(WEIGHING,)) for message in messages]
+    checked = [
+        column_names.check_keys(
+            message, name, ignored, tally, marks=column_names.MARKS, meanings=(column_names.WEIGHING,)
+        )
+        for message in messages
+    ]
     return [normalize(message, number) for number, message in enumerate(checked, start=1)]
 
 
@@ -208,12 +199,12 @@ def read_whole_chat(side: Any, name: str, tally: Counter[str], ignored: Collecti
     return [{"role": ROLES[speaker], "content": text.strip()} for speaker, text in turns]
 
 
-def read_prompt(values: Fields, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
+def read_prompt(values: column_names.Fields, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
     """The prompt's messages; a text is the user's, followed by a non-empty `input` after a blank line."""
-    prompt, extra = look_up(values, name), values.get("input") or ""
+    prompt, extra = column_names.look_up(values, name), values.get("input") or ""
     if isinstance(prompt, str):
-        text = require_text({name: prompt}, name)
-        return [{"role": "user", "content": f"{text}\n\n{require_text(values, 'input')}" if extra else text}]
+        text = chat_rows.require_text({name: prompt}, name)
+        return [{"role": "user", "content": f"{text}\n\n{chat_rows.require_text(values, 'input')}" if extra else text}]
     refuse_unread(values, ("input",), "a prompt of messages")
     return read_messages(prompt, name, tally, ignored)
 
@@ -221,16 +212,16 @@ def read_prompt(values: Fields, name: str, tally: Counter[str], ignored: Collect
 def read_answer(side: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
     """The answer's messages; a text is the assistant's."""
     if isinstance(side, str):
-        return [{"role": ASSISTANT, "content": require_text({name: side}, name)}]
+        return [{"role": ASSISTANT, "content": chat_rows.require_text({name: side}, name)}]
     return read_messages(side, name, tally, ignored)
 
 
 def build_preference(
-    chosen: list[Any], rejected: list[Any], values: Fields, numbers: dict[str, float | None]
+    chosen: list[Any], rejected: list[Any], values: column_names.Fields, numbers: dict[str, float | None]
 ) -> Preference:
     """The preference between two chats, whose common beginning is not trained."""
-    tools = {key: values[key] for key in ("tools", TEMPLATE_ARGS) if key in values}
-    chats = [build_chat(messages, tools) for messages in (chosen, rejected)]
+    tools = {key: values[key] for key in ("tools", chat_rows.TEMPLATE_ARGS) if key in values}
+    chats = [chat_rows.build_chat(messages, tools) for messages in (chosen, rejected)]
     first, second = (chat.messages for chat in chats)
     num_common = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
@@ -248,9 +239,9 @@ def build_preference(
                 f"the answers are not to the same prompt: after the {num_common} messages in common, the {name} side"
                 f" has {has}, expected an assistant's message"
             )
-        check_ends(chat.messages, num_common, f"the {name} side")
+        chat_rows.check_ends(chat.messages, num_common, f"the {name} side")
     prompt = first[:num_common]
-    sides = [leave_untrained(chat, num_common) for chat in chats]
+    sides = [chat_rows.leave_untrained(chat, num_common) for chat in chats]
     return Preference(prompt, *sides, **numbers)
 
 
@@ -304,7 +295,9 @@ def prepare_feedback(masker: ChatMasker, options: RowOptions) -> Preparation[Fee
     return Preparation(DataTask(FEEDBACK), read, partial(mask_feedback, masker), masker.chats.stop_token_ids)
 
 
-def read_pairs(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Feedback]:
+def read_pairs(
+    values: column_names.Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions
+) -> list[Feedback]:
     """Both answers of a preference."""
     pair = read_preference(values, options, tally)
     if pair.margin is not None:
@@ -313,37 +306,45 @@ def read_pairs(values: Fields, chunk: Chunk, tally: Counter[str], *, options: Ro
     return [Feedback(pair.prompt, answer, is_good, pair.weight) for answer, is_good in sides]
 
 
-def read_feedback(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Feedback]:
+def read_feedback(
+    values: column_names.Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions
+) -> list[Feedback]:
     """The row's feedback. Raises ValueError for a missing prompt, answer or label."""
     ignored, prompt_field, answer_field = options.ignore_columns, options.column("prompt"), options.column("completion")
     values = read_turns(values, (prompt_field, answer_field), ignored, tally)
-    label_name = find_name(values, options.column("label"), LABELS, option="--columns label=")
-    is_good = look_up(values, label_name)
+    label_name = column_names.find_name(values, options.column("label"), LABELS, option="--columns label=")
+    is_good = column_names.look_up(values, label_name)
     if not isinstance(is_good, bool):
         raise ValueError(f"{label_name!r} is {quote(is_good)}, allowed: true, false")
-    prompt_name = find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
-    is_whole = prompt_name in TURNS and answer_field is None and values.get("completion") is None
-    name = None if is_whole else find_name(values, answer_field, ("completion",), option="--columns completion=")
+    prompt_name = column_names.find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
+    is_whole = prompt_name in column_names.TURNS and answer_field is None and values.get("completion") is None
+    name = (
+        None
+        if is_whole
+        else column_names.find_name(values, answer_field, ("completion",), option="--columns completion=")
+    )
     read = {label_name, prompt_name, name, *BESIDE} - {None, "margin"}
     check_beside(values, read, ignored, tally, why="Feedback does not read such columns")
-    weight, answer = read_number(values, "weight"), None if name is None else look_up(values, name)
+    weight, answer = read_number(values, "weight"), None if name is None else column_names.look_up(values, name)
     if isinstance(answer, str) and (prompt := read_plain_prompt(values, prompt_name, prompt_field)) is not None:
         assert name is not None
-        return [Feedback(prompt, Completion(prompt, require_text({name: answer}, name)), is_good, weight)]
+        return [Feedback(prompt, Completion(prompt, chat_rows.require_text({name: answer}, name)), is_good, weight)]
     if is_whole:
-        whole = read_messages(look_up(values, prompt_name), prompt_name, tally, ignored)
-        messages = [*read_system(values), *whole]
+        whole = read_messages(column_names.look_up(values, prompt_name), prompt_name, tally, ignored)
+        messages = [*chat_rows.read_system(values), *whole]
         num_prompt = len(messages) - 1
     else:
-        beginning = [*read_system(values), *read_prompt(values, prompt_name, tally, ignored)]
+        beginning = [*chat_rows.read_system(values), *read_prompt(values, prompt_name, tally, ignored)]
         messages, num_prompt = [*beginning, *read_answer(answer, name, tally, ignored)], len(beginning)
     # Everything after the prompt's messages is trained on.
-    chat = build_chat(messages, {key: values[key] for key in ("tools", TEMPLATE_ARGS) if key in values})
+    chat = chat_rows.build_chat(
+        messages, {key: values[key] for key in ("tools", chat_rows.TEMPLATE_ARGS) if key in values}
+    )
     refuse_images(chat)
     if num_prompt < 1 or chat.messages[num_prompt]["role"] != ASSISTANT:
         raise ValueError("the answer must be an assistant's message after a prompt")
-    check_ends(chat.messages, num_prompt, "the answer")
-    return [Feedback(chat.messages[:num_prompt], leave_untrained(chat, num_prompt), is_good, weight)]
+    chat_rows.check_ends(chat.messages, num_prompt, "the answer")
+    return [Feedback(chat.messages[:num_prompt], chat_rows.leave_untrained(chat, num_prompt), is_good, weight)]
 
 
 def mask_feedback(masker: ChatMasker, rows: Sequence[Feedback]) -> list[TokenizedFeedback | ValueError]:

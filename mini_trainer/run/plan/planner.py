@@ -21,17 +21,8 @@ import torch.distributed as dist
 
 from mini_trainer.data.stores.disk import SPARE_BYTES, check_output_dir, read_json
 from mini_trainer.data.stores.model_files import find_weights
+from mini_trainer.distributed import devices
 from mini_trainer.distributed.agreement import compare_ranks
-from mini_trainer.distributed.devices import (
-    DTYPES,
-    GIB,
-    MARGIN,
-    PEAK_FLOPS,
-    describe_device,
-    describe_duration,
-    find_peak_flops,
-    memory_limit,
-)
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer, log
 from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.watch import SLOW_LIMIT
@@ -145,12 +136,12 @@ def find_target(
     has_gpu, budget = torch.cuda.is_available(), options.compute.memory_budget_gb
     sharding = options.sharding
     device = torch.device("cuda" if has_gpu or given is not None else "cpu")
-    name = given or describe_device(device)
-    peak = find_peak_flops(name)
+    name = given or devices.describe_device(device)
+    peak = devices.find_peak_flops(name)
     if given is not None and peak is None:
-        findings.add_problem(f"--plan-for {world_size}x{name}: unknown GPU; known are {', '.join(PEAK_FLOPS)}")
+        findings.add_problem(f"--plan-for {world_size}x{name}: unknown GPU; known are {', '.join(devices.PEAK_FLOPS)}")
     is_known = budget is not None or is_here or (has_gpu and given is None)
-    limit = memory_limit(budget, device, is_here=given is None) if is_known else None
+    limit = devices.memory_limit(budget, device, is_here=given is None) if is_known else None
     found = findings if not is_here else memory.Findings()  # init_world says it, too
     num_shards, shard_size = world_size, sharding.shard_size
     if sharding.sharding == "hybrid":
@@ -227,7 +218,8 @@ def describe_run(
 ) -> None:
     size = ""
     if target.limit is not None:
-        size = f", {target.limit / GIB / (1 - MARGIN):,.1f} GiB each, of which {MARGIN:.0%} stay free"
+        gib = target.limit / devices.GIB / (1 - devices.MARGIN)
+        size = f", {gib:,.1f} GiB each, of which {devices.MARGIN:.0%} stay free"
     findings.lines.append(f"plan for {target.ranks.world_size} x {target.name}{size}")
     data, num_steps = run.inputs.data, run.inputs.num_steps
     if run.inputs.batching is not None:
@@ -294,7 +286,7 @@ def plan_disk(
     output_dir, num_kept = Path(run.inputs.values["output_dir"]), checkpoints.keep_checkpoints
     checkpoint_bytes, num_checkpoints = run.model.state_bytes, num_kept + 1  # and one that is being written
     num_exported = run.model.num_params + run.model.meta.left_out.num_params
-    model_bytes = num_exported * DTYPES[exports.export_dtype].itemsize
+    model_bytes = num_exported * devices.DTYPES[exports.export_dtype].itemsize
     export_bytes = run.model.method.count_export_bytes(model_bytes)
     num_exports, num_averages = count_exports(exports, optimization, run.inputs, start=run.start)
     num_exports += num_averages
@@ -411,8 +403,8 @@ def plan_time(
         text += "; the run has no end"
     else:
         left = seconds * max(0, run.inputs.num_steps - run.start.step)
-        text += f"; {describe_duration(left + scoring)} for the remaining steps"
-        text += f" and the reference, {describe_duration(scoring)}" if scoring else ""
+        text += f"; {devices.describe_duration(left + scoring)} for the remaining steps"
+        text += f" and the reference, {devices.describe_duration(scoring)}" if scoring else ""
     findings.lines.append(text)
 
 
@@ -468,7 +460,10 @@ def plan_teacher(
         return None
     source = inputs.other_models.get(TEACHER_MODEL)
     if source is None:  # the model as it is at the start: copies of the trained weights
-        flops, num_bytes = model.flops, model.num_trainable * DTYPES[options.optimization.master_weights].itemsize
+        flops, num_bytes = (
+            model.flops,
+            model.num_trainable * devices.DTYPES[options.optimization.master_weights].itemsize,
+        )
     else:
         compute, device = memory.simulated_compute(options.compute, target, inputs), torch.device("cpu")
         other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
