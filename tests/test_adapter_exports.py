@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from data_runs import tokenize_rows
 from exports import export
 from forked import run_forked
@@ -269,7 +269,7 @@ def reward_options(root: Path, model: Path, adapter: Path) -> dict[str, object]:
 SCORE = "base_model.model.score.weight"
 
 
-@pytest.mark.parametrize("wholes", [(), ("embed_tokens", "lm_head")])
+@pytest.mark.parametrize("wholes", [long(()), ("embed_tokens", "lm_head")])
 def test_a_reward_models_head_trains_beside_a_language_models_adapter(wholes, world, tmp_path):
     model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

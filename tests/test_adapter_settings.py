@@ -62,16 +62,16 @@ def merge(inputs: dict[str, str], adapter: Path, output_dir: Path, world) -> tor
 FOLLOWED_CASES = [
     ("llama", dict(rank_pattern={"down_proj": 2, "layers.1.self_attn.q_proj": 7})),
     ("llama", dict(alpha_pattern={"q_proj": 32}, rank_pattern={"q_proj": 3}, use_rslora=True)),
-    ("llama", dict(exclude_modules=["layers.0.mlp.down_proj"])),
+    long("llama", dict(exclude_modules=["layers.0.mlp.down_proj"])),
     ("llama", dict(target_modules=r".*\.(q_proj|k_proj)", exclude_modules=r".*layers\.1.*k_proj")),
-    ("llama", dict(layers_to_transform=[1], layers_pattern="layers", use_dora=True)),
+    long("llama", dict(layers_to_transform=[1], layers_pattern="layers", use_dora=True)),
     long("llama", dict(layers_to_transform=0)),
     long("llama", dict(target_modules="all-linear", init_lora_weights="gaussian")),
     long("llama", dict(init_lora_weights="orthogonal")),
     long("llama", dict(init_lora_weights="eva")),
     ("llama", dict(init_lora_weights=False, modules_to_save=["lm_head", "norm"])),
     ("gpt2", dict(target_modules=["c_attn"], fan_in_fan_out=True, rank_pattern={"h.1.attn.c_attn": 2})),
-    ("qwen3", dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),  # tied
+    long("qwen3", dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),  # tied
     ("qwen3_moe", dict(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])),
 ]
 

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from breadth import thin
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import CHATML_TEMPLATE
@@ -542,7 +543,7 @@ letters = st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")
 texts = st.lists(pieces | st.text(letters, max_size=5), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("name", [name for name in PLAIN if name in USABLE])
+@pytest.mark.parametrize("name", thin([name for name in PLAIN if name in USABLE], step=3))
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_contents(name, data):

@@ -181,7 +181,7 @@ def fail(graph, inputs):
             r"computes .*\(2 of 2 ",
         ),
         long(miscompile("bw"), "computes "),
-        (fail, "cannot .*no compiler found"),
+        long(fail, "cannot .*no compiler found"),
     ],
 )
 def test_a_block_that_is_compiled_wrongly_is_refused_by_name(backend, reason, world, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from breadth import long
 from continual_runs import NUM_ROWS, chat, make_inputs, read_options, run, write_lines
 from safetensors.torch import load_file
 from tiny_data import read_lines
@@ -214,7 +215,7 @@ def test_own_answers_are_made_before_the_next_task(tmp_path: Path):
     assert [set(row.get("score", ())) for row in sequence.rows] == [set(), {"twice"}, {"twice", "shout"}]
 
 
-@pytest.mark.parametrize("basis", ["weights", pytest.param("activations", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("basis", [long("weights"), pytest.param("activations", marks=pytest.mark.wide)])
 def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
     """Checks all exports against the bases that each run has left."""
     settings = make_inputs(tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from breadth import long
 from forked import run_forked
 from processes import ENV, ROOT, count_steps, flags, free_port, list_children, name_node
 from tiny_data import make_samples, read_lines, write_samples
@@ -39,7 +40,7 @@ def meet_all(store: dist.Store, world_size: int, *, order: list[int]) -> list[St
     return [starts[rank] for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]])
+@pytest.mark.parametrize("order", [[0, 1, 2], long([2, 1, 0])])
 def test_each_start_in_one_store_waits_for_its_own_ranks(order):
     """The store is torchrun's, and stays there when torchrun starts the ranks again, on as many machines or others."""
     store = dist.HashStore()

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from breadth import long
 from forked import ForkedTorchrunJob, run_forked
 from processes import ENV, ROOT, is_alive
 
@@ -37,7 +38,7 @@ def test_every_rank_runs_the_script_as_it_was_called(num_ranks, ranks, script):
     assert done.stderr.splitlines() == [f"in {ROOT}"] * len(ranks)
 
 
-@pytest.mark.parametrize(("word", "code"), [("end", 0), ("fail", 1)])
+@pytest.mark.parametrize(("word", "code"), [long("end", 0), ("fail", 1)])
 def test_a_forked_torchrun_is_its_ranks_parent_and_ends_as_torchrun_does(word, code, script, tmp_path):
     first = "import os; print(os.getppid(), os.environ['LOCAL_RANK'], 'TORCHELASTIC_RUN_ID' in os.environ, flush=True)"
     script.write_text(f"{first}\n{RANK}")

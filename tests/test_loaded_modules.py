@@ -16,7 +16,7 @@ STEPS = dict(batch_size=8, max_tokens_per_gpu=64, validate_every_steps=5, checkp
 OWN = {  # options -> beginnings of the names of what they alone load
     "lora": (
         dict(lora=True),
-        ("model.methods.adapter", "model.methods.lora", "model.methods.nf4"),
+        ("model.methods.adapter", "model.methods.lora", "model.methods.nf4", "distributed.limits"),
     ),
     "osft": (
         dict(osft=True, osft_unfreeze_rank_ratio=0.5),

@@ -99,32 +99,31 @@ def test_the_position_at_which_tokens_have_been_read(inputs, weights):
 
 
 @pytest.fixture(scope="module")
-def runs(inputs, world, tmp_path_factory) -> dict[int, Path]:
-    """The same run on 1, 2 and 4 ranks."""
-    output_dirs = {num_ranks: tmp_path_factory.mktemp("runs") / f"on_{num_ranks}" for num_ranks in (1, 2, 4)}
-    for num_ranks, output_dir in output_dirs.items():
-        train_on(num_ranks, world, **inputs, output_dir=output_dir)
-    return output_dirs
+def run(inputs, world, tmp_path_factory) -> Path:
+    """On one rank."""
+    output_dir = tmp_path_factory.mktemp("runs") / "run"
+    train_here(world, **inputs, output_dir=str(output_dir))
+    return output_dir
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_losses_of_sources_do_not_depend_on_ranks(runs):
-    rows = {num_ranks: read_rows(output_dir) for num_ranks, output_dir in runs.items()}
-    for num_ranks in (2, 4):
-        for row, expected in zip(rows[num_ranks], rows[1], strict=True):
-            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-            assert row["sources"].keys() == SIZES.keys()
-            for name, source in row["sources"].items():
-                other = expected["sources"][name]
-                assert source["loss"] == (other["loss"] and pytest.approx(other["loss"], rel=1e-5))
-                assert {**source, "loss": 0} == {**other, "loss": 0}
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_losses_of_sources_do_not_depend_on_ranks(num_ranks, inputs, run, world, tmp_path):
+    train_on(num_ranks, world, **inputs, output_dir=tmp_path / "run")
+    for row, expected in zip(read_rows(tmp_path / "run"), read_rows(run), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert row["sources"].keys() == SIZES.keys()
+        for name, source in row["sources"].items():
+            other = expected["sources"][name]
+            assert source["loss"] == (other["loss"] and pytest.approx(other["loss"], rel=1e-5))
+            assert {**source, "loss": 0} == {**other, "loss": 0}
 
 
 @pytest.mark.slow
-def test_losses_of_sources_are_those_of_their_samples_alone(inputs, runs):
+def test_losses_of_sources_are_those_of_their_samples_alone(inputs, run):
     """Of the first step, by transformers, one sample at a time."""
-    data, row = open_mixture(inputs, weights=WEIGHTS), read_rows(runs[1])[0]
+    data, row = open_mixture(inputs, weights=WEIGHTS), read_rows(run)[0]
     model = AutoModelForCausalLM.from_pretrained(inputs["model_name_or_path"])
     sums, counts = np.zeros(3), np.zeros(3, dtype=int)
     for sample in draw_samples(data, seed=42, start=0, count=OPTIONS["batch_size"]).tolist():
@@ -141,9 +140,9 @@ def test_losses_of_sources_are_those_of_their_samples_alone(inputs, runs):
 
 
 @pytest.mark.slow
-def test_a_resumed_mixture_is_the_uninterrupted_one(inputs, runs, world, tmp_path):
+def test_a_resumed_mixture_is_the_uninterrupted_one(inputs, run, world, tmp_path):
     """From the middle, on one rank, to the bit; other weights are refused, unless they are allowed."""
-    output_dir = Path(shutil.copytree(runs[1], tmp_path / "run"))
+    output_dir = Path(shutil.copytree(run, tmp_path / "run"))
     for step in range(4, STEPS + 1):
         shutil.rmtree(output_dir / "checkpoints" / f"step_{step}")
     shutil.rmtree(output_dir / "hf_format")
@@ -151,7 +150,7 @@ def test_a_resumed_mixture_is_the_uninterrupted_one(inputs, runs, world, tmp_pat
     with pytest.raises(ValueError, match=r"data-weights \(\[0\.5, 0\.3, 0\.2\] .*\[0\.4, 0\.4, 0\.2\]\)"):
         train_here(world, **changed)
     train_here(world, **inputs, output_dir=str(output_dir))
-    assert read_rows(output_dir) == read_rows(runs[1])
+    assert read_rows(output_dir) == read_rows(run)
     shutil.rmtree(output_dir / "checkpoints" / f"step_{STEPS}")
     train_here(world, **changed | dict(allow_changed_options=True))
     params = json.loads((output_dir / "training_params.json").read_text())

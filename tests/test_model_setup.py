@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from breadth import long
 from hand_made import pack_samples
 from small_runs import full_gradients
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, compile_by, save_model
@@ -163,7 +164,7 @@ def test_changing_one_packed_sequence_leaves_the_others_bitwise_unchanged(family
         ("gptj_is_told_positions", dict(activation_checkpointing="selective")),
         ("bloom_has_biases_for_positions", dict(activation_checkpointing="full")),
         pytest.param("mistral_window", dict(compile=True), marks=pytest.mark.slow),
-        pytest.param("stablelm_hands_nothing_on", dict(compile=True), marks=pytest.mark.slow),
+        long("stablelm_hands_nothing_on", dict(compile=True)),
     ],
 )
 def test_how_it_is_computed_does_not_change_what_is_computed(family, change, world, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from breadth import wide
+from breadth import long, thin, wide
 from hand_made import pack_samples
 from in_process import train_here, train_on
 from safetensors.torch import load_file
@@ -167,7 +167,7 @@ def learn(layer, target: torch.Tensor, *, steps: int = 150, weight_decay: float 
     return layer.merged_weight(torch.float32)
 
 
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("ratio", [0.25, long(0.5), long(0.75), 1.0])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_allowed_update_is_reached_and_no_other(shape, ratio, world, tmp_path):
     weight = random_matrix(*SHAPES[shape])
@@ -308,7 +308,7 @@ def train_steps(model, num_steps: int, *, learning_rate: float = 1e-2) -> list[f
     return losses
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thin(FAMILIES, step=3))
 def test_every_family_is_trained_exported_and_keeps_what_it_must(family, world, tmp_path):
     path = save_model(FAMILIES[family], tmp_path / "model")
     model = build(path, world, method=settings(tmp_path))

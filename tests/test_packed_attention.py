@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from hand_made import pack_samples
 from in_process import train_here
 from kernel_standins import FLASH, VARLEN, FlashOperators, Kernels
@@ -89,7 +89,7 @@ def test_cpus_attend_to_short_sequences_in_fp32(monkeypatch):
     assert not torch.equal(results[0][1], results[2][1])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma2_softcaps"])
+@pytest.mark.parametrize("family", ["llama", long("mistral_window"), long("gemma2_softcaps")])
 def test_a_run_trains_to_the_same_numbers(kernels, family, world, tmp_path):
     """The whole way: the start-up check, and two steps with recomputation."""
     if kernels.package == "torch" and family == "gemma2_softcaps":

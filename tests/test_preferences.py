@@ -120,12 +120,12 @@ def read_numbers(root: Path) -> np.ndarray:
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
     [
-        (1, dict(max_tokens_per_gpu=1024)),
+        long(1, dict(max_tokens_per_gpu=1024)),
         (1, dict(max_tokens_per_gpu=48)),
         (2, {}),
         wide(4, {}),
         long(2, dict(context_parallel=2)),
-        (1, dict(activation_checkpointing="full")),
+        long(1, dict(activation_checkpointing="full")),
     ],
     ids=["cap", "small cap", "2 ranks", "4 ranks", "context parallel", "checkpointing"],
 )

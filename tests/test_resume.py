@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from forked import run_forked
 from in_process import train_forked, train_here, train_on
 from processes import ROOT, flags
@@ -393,7 +393,7 @@ def test_a_run_ended_before_its_first_checkpoint_starts_again(start, finished, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, long(2)])
 def test_what_is_written_behind_the_training_is_the_state_at_the_save(num_ranks, inputs, tmp_path):
     """The write begins when two more steps have changed the weights."""
     options = inputs | OPTIONS | dict(checkpoint_every_steps=3, max_steps=5, save_final_checkpoint=False)
@@ -409,7 +409,7 @@ def test_what_is_written_behind_the_training_is_the_state_at_the_save(num_ranks,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [long(False), True])
 def test_a_write_that_fails_leaves_the_older_checkpoint_and_no_part(is_async, inputs, finished, tmp_path):
     output_dir = copy_until(finished, 2, tmp_path / "run")
     size = (output_dir / "checkpoints" / "step_2" / WEIGHTS).stat().st_size

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import long, wide
+from breadth import long, thin, wide
 from forked import run_forked
 from hand_made import read_triple
 from in_process import train_here, train_on
@@ -155,7 +155,7 @@ def test_the_loss_of_a_global_batch_is_that_of_a_plain_loop(name, paths, data_pa
     assert router_losses[0] != pytest.approx(train_with_transformers(paths[name], data_path)[1][0], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *map(long, VISION_MODELS)])
+@pytest.mark.parametrize("name", [*thin(MODELS, step=2), *map(long, VISION_MODELS)])
 def test_the_run_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path):
     train_here(world, **options_of(paths[name], data_path), output_dir=str(tmp_path / "run"))
     rows, (losses, router_losses, norms) = read_rows(tmp_path / "run"), train_with_transformers(paths[name], data_path)
@@ -165,7 +165,7 @@ def test_the_run_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path
     assert all(0.2 < row["expert_balance"] <= 1 for row in rows)
 
 
-@pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), (2, {}), wide(2, dict(context_parallel=2))])
+@pytest.mark.parametrize(("num_ranks", "changes"), [(1, {}), long(2, {}), wide(2, dict(context_parallel=2))])
 def test_neither_ranks_nor_caps_change_the_loss_of_a_global_batch(
     num_ranks, changes, paths, data_path, world, tmp_path
 ):

@@ -84,7 +84,7 @@ def test_answers_are_those_of_the_model_before_and_of_the_export_after(inputs, f
         (1, {}),
         (1, dict(lora=True, lora_dropout=0.3)),
         long(1, OSFT),
-        (2, {}),
+        long(2, {}),
         long(2, dict(lora=True, lora_dropout=0.3, reshard_after_forward="never")),
         long(2, OSFT),
         wide(4, dict(sharding="hybrid", shard_size=2, micro_batch_grad_sync="last")),

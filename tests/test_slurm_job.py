@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from breadth import long
 from processes import ROOT
 
 from mini_trainer.tools.slurm_job import MOST_IDLE, end
@@ -46,7 +47,7 @@ def start(*words: object, **options: object) -> subprocess.Popen:
     return subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
 
 
-@pytest.mark.parametrize("to_all", [False, True])
+@pytest.mark.parametrize("to_all", [False, long(True)])
 def test_a_warning_to_the_script_reaches_the_step_and_the_job_is_requeued(to_all, job, tmp_path):
     """SLURM's own to the batch shell, and scancel --full's to all of its processes."""
     output_dir = tmp_path / "a run"

@@ -492,7 +492,7 @@ def read_numbers(root: Path) -> np.ndarray:
         (2, {}),
         long(2, dict(context_parallel=2)),
         wide(1, dict(teacher_model="T", max_tokens_per_gpu=1024)),
-        (2, dict(teacher_model="T")),
+        long(2, dict(teacher_model="T")),
         wide(2, dict(teacher_model="self", max_tokens_per_gpu=48, micro_batch_grad_sync="last")),
         wide(2, dict(teacher_weight=WEIGHTS, context_parallel=2)),
         long(2, dict(teacher_weight=WEIGHTS)),
@@ -735,7 +735,7 @@ def read_pair_numbers(root: Path) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "changes"), [
-    (1, dict(max_tokens_per_gpu=4096)), (2, {}), long(2, dict(teacher_model="self", teacher_divergence="jsd")),
+    (1, dict(max_tokens_per_gpu=4096)), long(2, {}), long(2, dict(teacher_model="self", teacher_divergence="jsd")),
 ])  # fmt: skip
 def test_with_prompts_of_its_own_ranks_and_caps_do_not_change_the_numbers(num_ranks, changes, models, world, tmp_path):
     """A batch of 3: the second rank has nothing to do in some micro-batches."""

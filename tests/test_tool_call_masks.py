@@ -9,7 +9,7 @@ import re
 from functools import cache
 
 import pytest
-from breadth import wide
+from breadth import thin, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults, list_trained_texts
@@ -105,7 +105,7 @@ def look_at(name: str, case: str) -> list[str] | ValueError:
     return find_faults(make_masker(name), copy.deepcopy(CASES[case]), TOOLS if "tools" in template else None)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", thin(TEMPLATES, step=3))
 def test_the_rule(name):
     """What the assistant wrote is trained, whole, and nothing else is; or the row is refused."""
     faults = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from in_process import train_here
 from safetensors.torch import load_file
 from tiny_data import make_samples, to_row, write_rows, write_samples
@@ -324,7 +324,10 @@ def test_every_option_is_covered():
     assert set(EFFECTS) | TESTED_ELSEWHERE == {option.name for option, _ in iterate_fields(TrainOptions)}
 
 
-@pytest.mark.parametrize("option", [wide(name) if name == "compile" else name for name in EFFECTS])
+MARKED = {"compile": wide, "profile_steps": long}
+
+
+@pytest.mark.parametrize("option", [MARKED[name](name) if name in MARKED else name for name in EFFECTS])
 def test_the_option_changes_what_it_says(option, run, base):
     changes, effect = EFFECTS[option]
     assert effect(run(**changes), base)

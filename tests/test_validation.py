@@ -44,12 +44,12 @@ def inputs(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="module")
 def runs(inputs, world, tmp_path_factory) -> dict[int, Path]:
-    """The same run on 1, 2 and 4 ranks, and another cap on each."""
+    """The same run on 1 and 3 ranks, and another cap on each."""
     root = tmp_path_factory.mktemp("runs")
-    for num_ranks, cap in {1: 64, 2: 50, 4: 41}.items():
+    for num_ranks, cap in {1: 64, 3: 41}.items():
         options = inputs | dict(max_tokens_per_gpu=cap, min_samples_per_checkpoint=8, keep_checkpoints=9)
         train_on(num_ranks, world, **options, output_dir=root / f"on_{num_ranks}")
-    return {num_ranks: root / f"on_{num_ranks}" for num_ranks in (1, 2, 4)}
+    return {num_ranks: root / f"on_{num_ranks}" for num_ranks in (1, 3)}
 
 
 def read_validation(output_dir: Path) -> list[dict]:
@@ -95,11 +95,10 @@ def test_scores_are_the_models_own(inputs, runs):
 def test_scores_do_not_depend_on_ranks_and_caps(runs):
     rows = {num_ranks: read_validation(output_dir) for num_ranks, output_dir in runs.items()}
     assert [row["step"] for row in rows[1]] == [0, 2, 4, 6]
-    for num_ranks in (2, 4):
-        for row, expected in zip(rows[num_ranks], rows[1], strict=True):
-            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-            assert row["token_accuracy"] == pytest.approx(expected["token_accuracy"], abs=1e-3)
-            assert row["is_best"] == expected["is_best"]
+    for row, expected in zip(rows[3], rows[1], strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert row["token_accuracy"] == pytest.approx(expected["token_accuracy"], abs=1e-3)
+        assert row["is_best"] == expected["is_best"]
 
 
 @pytest.mark.slow

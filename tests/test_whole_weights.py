@@ -32,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", long("float32")])
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_both_ways_train_to_the_same_bits(family, options, dtype, world, tmp_path):
     if dtype == "float32" and "base_quantization" in options:
