@@ -1,7 +1,7 @@
 # make quickstart   sets up and runs the main job on a small data set of its own
-# make test         sets up and runs the tests, in 8 minutes on 2 cores: without those that take long, and skips the few
-#                   that need a package of the extra test-all
-# make test-rest    sets up and runs these, with every such package
+# make test         sets up and runs the tests of training, in 8 minutes on 2 cores; skips the few that need a package of
+#                   the extra test-all
+# make test-rest    sets up and runs the others, and those that take long, with every such package
 # make test-all     both
 # make docs         builds the documentation: build/docs/site/index.html
 # make lint         checks lint rules, formatting and types

@@ -27,6 +27,14 @@ settings.load_profile("any machine")
 
 # Several ranks that have to be gone within seconds: nothing else may want the cores.
 ALONE = {"test_faults.py"}
+# On commands beside training, and on pages: left to `make test-rest`, also the tests that are short.
+BESIDE = {
+    "test_batch_lengths_to_minibatches.py", "test_board.py", "test_continual_front.py", "test_continual_matrix.py",
+    "test_continual_page.py", "test_continual_settings.py", "test_export_gguf.py", "test_generate_servers.py",
+    "test_gpu_stages.py", "test_image_files.py", "test_import_config.py", "test_page_access.py", "test_pages.py",
+    "test_plots.py", "test_prompt_scores.py", "test_red_hat.py", "test_server_refusals.py", "test_sweep.py",
+    "test_sweep_settings.py", "test_sweep_tasks.py", "test_trace.py",
+}  # fmt: skip
 # Takes long, mostly asleep, and keeps its promises beside any other test, also one that is else alone.
 SLEEPING = {"test_run_control.py"}
 # Objects that runs may leave until all are looked through, which takes a second or two.
@@ -80,6 +88,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(getattr(value, "__module__", None) in heavy.MODULES for value in vars(item.module).values()):
             item.add_marker("heavy")
+        if item.path.name in BESIDE:
+            item.add_marker("long")
     slow, counts = {item.path for item in items if item.get_closest_marker("slow")}, Counter(i.path for i in items)
 
     def find_place(item: pytest.Item) -> tuple:

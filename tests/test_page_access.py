@@ -118,7 +118,7 @@ def test_every_page_has_its_test():
 
 
 @needs_browser
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_axe_finds_nothing(name, axe, browser, tmp_path):
     with PAGES[name](tmp_path) as url:
