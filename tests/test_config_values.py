@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from breadth import long
 from forked import run_forked
 from processes import flags
 from tiny_data import make_samples, write_samples
@@ -139,7 +140,7 @@ BY_CODE = [
 WITHOUT = {"evaluate": ("max_new_tokens",)}  # what a program does not read
 
 
-@pytest.mark.parametrize("program", ["train", "plan", "generate", "evaluate"])
+@pytest.mark.parametrize("program", ["train", long("plan"), "generate", "evaluate"])
 @pytest.mark.parametrize(("name", "key", "value", "shown"), BY_CODE)
 def test_what_only_code_finds_out_is_one_message_too(name, key, value, shown, program, model, data, tmp_path):
     if key in WITHOUT.get(program, ()):

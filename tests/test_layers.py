@@ -11,6 +11,8 @@ from program import ROOT, list_dependencies, list_sources, name_packages
 
 from mini_trainer.root_files import NAMES
 
+parse = functools.cache(ast.parse)  # all sources take seconds
+
 # Bottom up. A room is a folder of the package, or a file of the root; those on one line may know each other's modules,
 # without a circle.
 LAYERS = [
@@ -72,7 +74,7 @@ def name_module(path: str) -> str:
 def read_imports(source: str, modules: set[str]) -> set[str]:
     """What a module imports, anywhere in it: modules by their full name, also those given as names of a room."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -202,7 +204,7 @@ TAKE_ALL_OPTIONS = {
 def test_functions_take_the_groups_of_options_that_they_need():
     found: dict[str, set[str]] = {}
     for name, source in list_modules().items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             if isinstance(node, ast.FunctionDef) and any(
                 argument.annotation is not None and ast.unparse(argument.annotation) == "TrainOptions"
                 for argument in (*node.args.args, *node.args.kwonlyargs)
@@ -242,7 +244,7 @@ def test_the_root_has_few_entries():
 def find_long_signatures(source: str) -> list[str]:
     """The functions that take more than MOST_PARAMETERS, but for what is bound to a method."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.FunctionDef):
             given = node.args
             variadic = [one for one in (given.vararg, given.kwarg) if one is not None]
@@ -294,7 +296,7 @@ def test_an_import_that_is_turned_round_is_found(name, line, found):
 
 def find_missing_names(sources: dict[str, str]) -> list[str]:
     """Names that modules take from a module (`module.name`) that has none such; the type checker does not look."""
-    trees = {module: ast.parse(source) for module, source in sources.items()}
+    trees = {module: parse(source) for module, source in sources.items()}
     missing = []
     for module, tree in trees.items():
         nodes = list(ast.walk(tree))
@@ -367,7 +369,7 @@ def test_modules_print_through_what_cleans():
     """A print of anything but a literal stands only in modules that are known to need no cleaning."""
     printing = set()
     for name, source in list_modules().items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             is_name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
             is_print = is_name and node.func.id in ("print", "print_as_is")
             if is_print and not all(isinstance(value, ast.Constant) for value in node.args):

@@ -123,6 +123,7 @@ def test_every_kind_of_model_answers_as_it_would_alone(name, world, tmp_path):
     assert model.training and len(found[0]) <= 5
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_each_line_once(inputs, prompts, finished, world, tmp_path):
     """Killed while it wrote the lines after its last step, and before the first checkpoint."""
     whole = (finished / "samples_0.jsonl").read_bytes()

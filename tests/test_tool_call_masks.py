@@ -116,6 +116,7 @@ def test_the_rule(name):
     assert not faults
 
 
+@pytest.mark.long
 def test_table():
     """Printed with -s: which conversations each template takes, and why it refuses the others."""
     print("\n| template | " + " | ".join(CASES) + " |\n|" + "---|" * (len(CASES) + 1))

@@ -116,6 +116,7 @@ def test_old_averages_go_with_their_exports(inputs, world, tmp_path):
     assert sorted(path.name for path in (run / "hf_format").iterdir()) == ["average_samples_40", "latest", "samples_40"]
 
 
+@pytest.mark.long
 def test_one_that_is_switched_on_at_a_resume_begins_at_the_restored_weights(inputs, world, tmp_path):
     """With tail, inside its window: the restored weights stand for the step that it has missed."""
     for name, shares in (
