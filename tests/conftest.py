@@ -30,10 +30,11 @@ ALONE = {"test_faults.py"}
 # On commands beside training, on pages and on what is loaded: left to `make test-rest`, also the tests that are short.
 BESIDE = {
     "test_batch_lengths_to_minibatches.py", "test_board.py", "test_continual_front.py", "test_continual_matrix.py",
-    "test_continual_page.py", "test_continual_settings.py", "test_export_gguf.py", "test_generate_servers.py",
-    "test_gpu_stages.py", "test_image_files.py", "test_import_config.py", "test_loaded_modules.py",
-    "test_page_access.py", "test_pages.py", "test_plots.py", "test_prompt_scores.py", "test_red_hat.py",
-    "test_server_refusals.py", "test_sweep.py", "test_sweep_settings.py", "test_sweep_tasks.py", "test_trace.py",
+    "test_continual_page.py", "test_continual_settings.py", "test_evaluate.py", "test_evaluate_classes.py",
+    "test_export_gguf.py", "test_export_run.py", "test_generate.py", "test_generate_servers.py", "test_gpu_stages.py",
+    "test_image_files.py", "test_import_config.py", "test_loaded_modules.py", "test_page_access.py", "test_pages.py",
+    "test_plots.py", "test_prompt_scores.py", "test_red_hat.py", "test_server_refusals.py", "test_sweep.py",
+    "test_sweep_settings.py", "test_sweep_tasks.py", "test_trace.py",
 }  # fmt: skip
 # Takes long, mostly asleep, and keeps its promises beside any other test, also one that is else alone.
 SLEEPING = {"test_run_control.py"}
