@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from breadth import thin
 from forked import run_forked
 from huggingface_hub import ModelCard
 from in_process import Unwatched, train_here
@@ -78,7 +77,7 @@ def check_same_files(one: Path, other: Path, *, but: Collection[str] = ()) -> No
     assert (different, failed) == ([], [])
 
 
-@pytest.mark.parametrize("method", thin(METHODS, step=2))
+@pytest.mark.parametrize("method", METHODS)
 def test_the_export_is_the_one_that_the_run_would_have_written(method, inputs, held_out, world, tmp_path):
     """Also where the checkpoint's step was validated, and the held-out data is gone."""
     given = inputs | OPTIONS | VALIDATION | dict(validation_data_path=held_out)

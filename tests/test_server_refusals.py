@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from breadth import long
 from evaluations import evaluate_here
 from openai_standin import Refusal, Server, repeat, serve
 from tiny_data import read_lines, write_jsonl
@@ -109,7 +108,7 @@ LENGTHS = [5, 15, 18, 20, 50]
 
 
 @pytest.mark.parametrize("most", [9, 30], ids=["short answers", "answers longer than the context"])
-@pytest.mark.parametrize("is_listed", [long(False), True])
+@pytest.mark.parametrize("is_listed", [False, True])
 @pytest.mark.parametrize("refuse", [vllm, older_vllm, sglang, llama_cpp, tgi, openai, proxy])
 def test_each_kind_of_server(refuse, is_listed, most, server, world, tmp_path, caplog):
     server.models = [{"id": "m", "max_model_len": CONTEXT}] if is_listed else []

@@ -460,10 +460,8 @@ def plan_teacher(
         return None
     source = inputs.other_models.get(TEACHER_MODEL)
     if source is None:  # the model as it is at the start: copies of the trained weights
-        flops, num_bytes = (
-            model.flops,
-            model.num_trainable * devices.DTYPES[options.optimization.master_weights].itemsize,
-        )
+        flops = model.flops
+        num_bytes = model.num_trainable * devices.DTYPES[options.optimization.master_weights].itemsize
     else:
         compute, device = memory.simulated_compute(options.compute, target, inputs), torch.device("cpu")
         other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
