@@ -43,7 +43,8 @@ class OSFTLinear(nn.Module):
     block; `U_high` is a buffer, sharded by rows like B.
     """
 
-    def __init__(self, module: nn.Linear | Conv1D, *, num_kept: int, basis: str, compute_dtype: torch.dtype):
+    def __init__(self, module: nn.Linear | Conv1D, *, num_kept: int, basis: str, dtype: torch.dtype):
+        """`dtype`: that of W0 in the model's files, so that it is exact."""
         super().__init__()
         self.is_conv1d = isinstance(module, Conv1D)
         self.on_input = osft_subspaces.is_on_input(module, basis)  # A = W, else A = W^T
@@ -53,9 +54,7 @@ class OSFTLinear(nn.Module):
         self.projects = not osft_subspaces.BASES[basis] and num_kept > 0 and not self.is_core
         device = module.weight.device
         self.bias = module.bias
-        self.base = nn.Parameter(
-            torch.empty(self.num_rows, self.num_columns, dtype=compute_dtype, device=device), False
-        )
+        self.base = nn.Parameter(torch.empty(self.num_rows, self.num_columns, dtype=dtype, device=device), False)
         rows = num_free if self.is_core else self.num_rows
         self.coefficients = nn.Parameter(torch.empty(rows, num_free, device=device))  # C or B
         self.V_low = nn.Parameter(torch.empty(self.num_columns, num_free, device=device), False)
@@ -218,7 +217,7 @@ class OSFT(Method):
     title = "OSFT"
     tags = ("osft",)
     takes_long = True
-    metrics = ("osft_leak",)  # largest share of any layer's change that lies in kept directions
+    metrics = ("osft_leak",)
 
     def __init__(self, options: OSFTOptions):
         self.options = options
@@ -228,6 +227,7 @@ class OSFT(Method):
         self.data_options: DataOptions | None = None
         self.statistics = osft_directions.Statistics()
         self.bases: dict[str, osft_subspaces.Bases] = {}  # on rank 0: gathered for an export
+        self.has_said_leak = False  # what the rounding of exports does to it
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         self.data_options = data_options
@@ -277,7 +277,7 @@ class OSFT(Method):
         self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
     ) -> None:
         warn_of_experts(meta.model, trains=self.options.osft_train_others)
-        num_kept = self.directions.compute(self.statistics, readers, meta.compute_dtype, world=world, progress=progress)
+        num_kept = self.directions.compute(self.statistics, readers, world=world, progress=progress)
         # Gigabytes, which nothing needs any more.
         self.statistics = self.directions.statistics = osft_directions.Statistics()
         self.replace_layers(meta, num_kept)
@@ -298,7 +298,7 @@ class OSFT(Method):
             if kept == osft_subspaces.oriented_shape(module, basis)[1]:
                 module.weight.requires_grad_(False)  # FSDP does not support empty parameters
                 continue
-            layer = OSFTLinear(module, num_kept=kept, basis=basis, compute_dtype=meta.compute_dtype)
+            layer = OSFTLinear(module, num_kept=kept, basis=basis, dtype=self.directions.types[name])
             model.set_submodule(name, layer)
             self.layers.append(layer)
 
@@ -324,8 +324,15 @@ class OSFT(Method):
     def constrain_weights(self) -> None:
         project_updates(self.layers)
 
-    def measure(self) -> dict[str, float]:
-        return {"osft_leak": measure_leak(self.layers)}
+    def measure(self, dtype: torch.dtype) -> dict[str, float]:
+        leak = measure_leak(self.layers, dtype)
+        if dtype != torch.float32 and not self.has_said_leak:
+            self.has_said_leak, exact = True, measure_leak(self.layers)
+            log.info(
+                f"OSFT: {leak:.1e} of the change in this export lies in kept directions, since its weights are rounded"
+                f" to {str(dtype).removeprefix('torch.')}; --export-dtype float32 leaves {exact:.1e}"
+            )
+        return {"osft_leak": leak}
 
     def count_added(self) -> int:
         return sum(
@@ -436,14 +443,16 @@ def project(layers: list[OSFTLinear], tensors: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def measure_leak(layers: list[OSFTLinear]) -> float:
-    """Largest share of any layer's dW, in fp32, that lies in kept directions of either side. All ranks call this.
+def measure_leak(layers: list[OSFTLinear], dtype: torch.dtype = torch.float32) -> float:
+    """Largest share of any layer's change that lies in kept directions of either side: from W0 as the files that were
+    read have it to W0 + dW as an export of `dtype` has it, so rounded. All ranks call this.
 
     max(||U_high^T dW||, ||dW V_high||) / ||dW||, Frobenius norms; V_high is the complement of V_low.
     """
     leaks = [0.0]
     for layer in layers:
-        rows, V_low = layer.local_update(), layer.V_low.full_tensor()
+        base, V_low = layer.base.to_local().float(), layer.V_low.full_tensor()
+        rows = (base + layer.local_update()).to(dtype).float() - base
         right = (rows - rows @ V_low @ V_low.T).square().sum()
         left = torch.zeros_like(right)
         known = layer.U_low if layer.is_core else layer.U_high

@@ -134,7 +134,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         due = calendar.find_due(position, num_steps=num_steps, flags=sums.flags)
         step_end = time.monotonic()
         metrics = meter.measure(batch, sums, position, lr=lr, seconds=step_end - step_start)
-        own = state.method.measure() if due.export else dict.fromkeys(state.method.metrics)
+        own = state.method.measure(exports.dtype) if due.export else dict.fromkeys(state.method.metrics)
         training_log.write(metrics | own)
         if due.validation and validations.measure(state, position, training_log, exports, cap=cap):
             num_steps = position.step  # early stopping: this step was the last

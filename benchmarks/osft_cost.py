@@ -89,7 +89,7 @@ def count_layer_bytes(out_features: int, in_features: int, ratio: float, dtype: 
     """Bytes of weights, gradients and optimizer state of one OSFT layer without bias, `--osft-basis weights`."""
     module = nn.Linear(in_features, out_features, bias=False, device="meta")
     num_kept = count_kept(min(in_features, out_features), ratio)
-    layer = OSFTLinear(module, num_kept=num_kept, basis="weights", compute_dtype=dtype)
+    layer = OSFTLinear(module, num_kept=num_kept, basis="weights", dtype=dtype)
     num_bytes = sum(param.nbytes for param in layer.parameters()) + 3 * layer.coefficients.nbytes
     return num_bytes + (4 * layer.num_rows * num_kept if layer.projects else 0)  # U_high
 
@@ -287,7 +287,7 @@ def print_steps(kinds: dict[str, tuple[TrainState, TrainOptions]], batch: Batch,
     print("| kind | step | of plain | weights, gradients, optimizer | of plain | leak |")
     print("| --- | --- | --- | --- | --- | --- |")
     for kind, (state, _) in kinds.items():
-        leak = state.method.measure().get("osft_leak", 0.0)
+        leak = state.method.measure(torch.float32).get("osft_leak", 0.0)
         print(
             f"| {kind} | {medians[kind]:.3f} s | {medians[kind] / medians['plain']:.2f}"
             f" | {num_bytes[kind] / 1e6:,.1f} MB"

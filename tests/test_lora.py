@@ -336,7 +336,7 @@ def test_how_it_is_computed_does_not_change_what_is_computed(kind, world, tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapted_layer_is_compiled_for_any_number_of_tokens(kind, world, tmp_path):
     model = build_adapted(world, make_inputs(tmp_path, "llama_tied_bias"), kind)
-    model.whole_weights.gather()
+    model.placed_weights.gather()
     layer, counter = model.model.model.layers[0].mlp.down_proj, CompileCounterWithBackend("eager")
     compiled, counts = torch.compile(layer.forward, dynamic=True, backend=counter), []
     for num_tokens in (20, 31):

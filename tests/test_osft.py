@@ -62,7 +62,7 @@ def make_layer(world, tmp_path, weight: torch.Tensor, ratio: float, *, conv1d: b
         module = Conv1D(*weight.shape) if conv1d else nn.Linear(*weight.shape[::-1])
     module.bias = None if bias is None else nn.Parameter(bias)
     shape = oriented_shape(module, "weights")
-    layer = OSFTLinear(module, num_kept=count_kept(shape[1], ratio), basis="weights", compute_dtype=torch.float32)
+    layer = OSFTLinear(module, num_kept=count_kept(shape[1], ratio), basis="weights", dtype=torch.float32)
     stored = weight.T.contiguous() if conv1d else weight
     matrix = weight if layer.on_input else weight.T.contiguous()
     subspace = make_subspace(matrix, device=world.device)

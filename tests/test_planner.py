@@ -166,7 +166,7 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
     )
     optimizer = build_optimizer(model, options.optimization)
     counter = MemoryCounter()
-    copies = [] if model.whole_weights is None else model.whole_weights.copies
+    copies = model.placed_weights.copies if model.is_whole else []
     for tensor in [*model.parameters(), *model.buffers(), *copies]:
         counter.count(tensor)
     with counter:

@@ -220,7 +220,7 @@ class TrainedModel(torch.nn.Module):
 
     def __init__(self, packed: torch.nn.Module):
         super().__init__()
-        self.packed, self.model, self.whole_weights = packed, packed.model, None
+        self.packed, self.model, self.placed_weights = packed, packed.model, None
         self.compute_dtype = torch.float32
 
     def forward(self, micro_batch) -> LossSums:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -111,11 +113,20 @@ def iterate_owners(name: str) -> Iterator[str]:
 def find_linear_layers(model: PreTrainedModel, blocks: nn.ModuleList) -> dict[str, nn.Linear | Conv1D]:
     """The linear layers inside the blocks, by name."""
     inside = {module for block in blocks for module in block.modules()}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if module in inside and isinstance(module, (nn.Linear, Conv1D))
-    }
+    return {name: module for name, module in model.named_modules() if module in inside and is_linear(module)}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies its inputs with a matrix and does no more, unlike some of nn.Linear's subclasses:
+    routers that choose experts, products in groups."""
+    if type(module) in (nn.Linear, Conv1D) or not isinstance(module, nn.Linear):
+        return isinstance(module, (nn.Linear, Conv1D))
+    params = {name: torch.empty(param.shape, device="meta") for name, param in module.named_parameters()}
+    try:
+        out = functional_call(module, params, torch.empty(2, module.in_features, device="meta"))
+    except (RuntimeError, IndexError, ValueError):  # of inputs that it does not take
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (2, module.out_features)
 
 
 # Parameters, buffers and modules that only layers with a recurrent state have; the last one is xLSTM's.

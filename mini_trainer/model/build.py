@@ -17,6 +17,7 @@ from mini_trainer.model.activation_checkpointing import apply_activation_checkpo
 from mini_trainer.model.blocks import find_mixers, hand_micro_batch_on, needs_own_attention
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import MetaModel, Method
+from mini_trainer.model.precision import find_kept, set_types
 from mini_trainer.model.sharding import apply_sharding
 from mini_trainer.model.weights import Reader, read_weights
 from mini_trainer.objectives.families.family import Family, find_pad_position
@@ -53,7 +54,7 @@ def build_model(
     meta = make_meta_model(source, compute, family=objective.family, method=method, device=world.device)
     if world.row_group is not None:
         check_divisible(meta, world.row_group.size)
-    set_weights_dtype(meta.model, weights_dtype)
+    set_types(meta.model, weights_dtype)
     if meta.left_out.parts:
         log.info(meta.left_out.describe(num_bytes=weights_dtype.itemsize))
     method.choose_layers(meta)
@@ -65,21 +66,19 @@ def build_model(
 
         apply_tiling(meta)
     packed_model = PackedModel(
-        meta.model, objective, backend=meta.backend, compute_dtype=meta.compute_dtype, is_fused=compute.compile
+        meta.model,
+        objective,
+        backend=meta.backend,
+        compute_dtype=meta.compute_dtype,
+        kept=meta.list_kept(),
+        is_fused=compute.compile,
     )
     packed_model.compiled = meta.compiled
     if meta.replaced:
         from mini_trainer.model.faster_layers import restored
 
         packed_model.own_code = functools.partial(restored, meta.replaced)
-    apply_sharding(
-        packed_model,
-        meta.blocks,
-        sharding,
-        method=method,
-        readers=readers,
-        world=world,
-    )
+    apply_sharding(packed_model, meta.blocks, sharding, method=method, readers=readers, world=world)
     return packed_model.train()
 
 
@@ -125,7 +124,19 @@ def make_meta_model(
         from mini_trainer.model.activation_memory import apply_offloading
 
         apply_offloading(blocks, device)
-    return MetaModel(model, blocks, backend, compute_dtype, source, family, left_out, tiled, replaced, compiled)
+    return MetaModel(
+        model,
+        blocks,
+        backend,
+        compute_dtype,
+        source,
+        family,
+        left_out=left_out,
+        kept=find_kept(model, compute_dtype),
+        tiled=tiled,
+        replaced=replaced,
+        compiled=compiled,
+    )
 
 
 def check_divisible(meta: MetaModel, num_sharing: int) -> None:
@@ -142,12 +153,6 @@ def check_divisible(meta: MetaModel, num_sharing: int) -> None:
             f"--context-parallel {num_sharing}: model type {meta.model.config.model_type!r} has {reason}; remove the"
             " option"
         )
-
-
-def set_weights_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Sets the dtype of a meta model's master weights."""
-    for param in model.parameters():
-        param.data = param.data.to(dtype)
 
 
 def choose_compute_dtype(compute: ComputeOptions, device: torch.device) -> torch.dtype:

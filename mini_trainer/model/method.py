@@ -33,9 +33,14 @@ class MetaModel:
     source: ModelSource
     family: Family
     left_out: LeftOut = field(default_factory=LeftOut)  # parts of a multimodal model other than its text tower
+    kept: frozenset[nn.Parameter] = frozenset()  # what computes in fp32 whatever the others do (model.precision)
     tiled: tuple[str, ...] = ()  # names of the modules to run on a tile of the row at a time
     replaced: "tuple[Replaced, ...]" = ()  # by liger-kernel
     compiled: "tuple[Compiled, ...]" = ()  # the blocks' forward methods, with --compile
+
+    def list_kept(self) -> frozenset[str]:
+        """Names of the `kept` parameters, which a method's layers may have changed."""
+        return frozenset(name for name, param in self.model.named_parameters() if param in self.kept)
 
 
 class Method:
@@ -117,8 +122,8 @@ class Method:
     def constrain_weights(self) -> None:
         """Modifies weights after the optimizer's update. Default: no change."""
 
-    def measure(self) -> dict[str, float]:
-        """Method-specific metrics, measured at every export. Default: none."""
+    def measure(self, dtype: torch.dtype) -> dict[str, float]:
+        """Method-specific metrics of an export of this type, measured at every one. Default: none."""
         return {}
 
     def count_added(self) -> int:

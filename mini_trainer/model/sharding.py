@@ -6,15 +6,13 @@ checkpoints and exports see no difference. While the model computes, plain param
 place.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -23,120 +21,17 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_leaves
+from torch.distributed.tensor import Shard
 
-from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, broadcast_from_rank0
 from mini_trainer.model.method import Method
 from mini_trainer.model.stored_tensors import reading_ahead
 from mini_trainer.model.weights import Reader
+from mini_trainer.model.whole_weights import KeptWeights, PlacedWeights, WholeWeights
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import ShardingOptions
 from mini_trainer.options.doors import KEEPING, RESHARDING
-
-
-class WholeWeights:
-    """Puts weights of the compute type into the modules, and the masters back.
-
-    A master that has the compute type already shares its memory with its weight, and its gradient. The others' weights
-    are copies, made again by each `gather`; their gradients are added to the masters' as autograd makes them.
-    """
-
-    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh):
-        """Replaces the parameters of `model`, which must all be plain, by masters on `mesh`."""
-        self.places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # with master and weight
-        pairs: dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]] = {}  # of the parameters that were there
-        for module in model.modules():
-            for name, param in module.named_parameters(recurse=False):
-                if param not in pairs:
-                    pairs[param] = self._split(param, compute_dtype, mesh)
-                self.places.append((module, name, *pairs[param]))
-        shared = [(master, weight) for master, weight in pairs.values() if is_shared(master, weight)]
-        self.shared = [(master, weight) for master, weight in shared if master.requires_grad]
-        copied = [(master, weight) for master, weight in pairs.values() if not is_shared(master, weight)]
-        self.sources = [master.detach().to_local() for master, _ in copied]
-        self.copies = [weight.detach() for _, weight in copied]
-        self.is_gathered = False
-        self.stays = False  # gathered, after the next backward
-        self._place_masters()
-
-    def _split(
-        self, param: nn.Parameter, compute_dtype: torch.dtype, mesh: DeviceMesh
-    ) -> tuple[nn.Parameter, nn.Parameter]:
-        own = param.detach()
-        master = nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False), param.requires_grad)
-        if own.is_floating_point() and own.dtype != compute_dtype:
-            with memory_kind("gathered"):
-                own = torch.empty_like(own, dtype=compute_dtype)
-        weight = nn.Parameter(own, param.requires_grad)
-        if weight.requires_grad and not is_shared(master, weight):
-            weight.register_post_accumulate_grad_hook(lambda weight: add_gradient(master, weight))
-        return master, weight
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """Puts copies of the current masters into the modules as weights."""
-        if self.is_gathered:
-            return
-        if self.copies:
-            torch._foreach_copy_(self.copies, self.sources)
-        for master, weight in self.shared:
-            weight.grad = None if master.grad is None else master.grad.to_local()
-        for module, name, _, weight in self.places:
-            module._parameters[name] = weight
-        self.is_gathered = True
-
-    def free(self) -> None:
-        """Puts the masters back, with the gradients so far."""
-        if self.is_gathered:
-            for master, weight in self.shared:
-                master.grad = None if weight.grad is None else as_master(weight.grad, master)
-                weight.grad = None
-            self._place_masters()
-
-    def _place_masters(self) -> None:
-        for module, name, master, _ in self.places:
-            module._parameters[name] = master
-        self.is_gathered = False
-
-    def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """`compute` with the weights in place; the backward of its result, if there is one, puts the masters back."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.gather()
-            result = compute(*args, **kwargs)
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._await_end)
-            return result
-
-        return run
-
-    def _await_end(self, gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(lambda: None if self.stays else self.free())
-
-
-def is_shared(master: nn.Parameter, weight: nn.Parameter) -> bool:
-    """Whether both are the same memory."""
-    return master.dtype == weight.dtype
-
-
-@torch.no_grad()
-def add_gradient(master: nn.Parameter, weight: nn.Parameter) -> None:
-    """Adds the weight's gradient to its master's, in the master's type."""
-    if master.grad is None:
-        with memory_kind("gradients"):
-            master.grad = as_master(weight.grad.to(master.dtype), master)
-    else:
-        rounds = master.dtype != torch.float32  # each gradient is rounded before it is added, as by FSDP
-        master.grad.to_local().add_(weight.grad.to(master.dtype) if rounds else weight.grad)
-    weight.grad = None
-
-
-def as_master(tensor: Tensor, master: nn.Parameter) -> DTensor:
-    return DTensor.from_local(tensor, master.device_mesh, master.placements, run_check=False)
 
 
 def cast_inputs(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
@@ -159,20 +54,28 @@ ROOM = 0.85  # share of the memory that weights, gradients, moments and weights 
 
 
 def stays_whole(
-    model: nn.Module, compute_dtype: torch.dtype, sharding: ShardingOptions, *, world_size: int, memory: int | None
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    sharding: ShardingOptions,
+    *,
+    kept: Collection[str] = (),
+    world_size: int,
+    memory: int | None,
 ) -> bool:
     """Whether one rank has room for all weights in the compute type beside the masters, and so needs no FSDP.
 
-    `memory`: bytes that the rank may use; None: unknown, and enough.
+    `kept`: names of parameters that compute in their own type. `memory`: bytes that the rank may use; None: enough.
     """
     if world_size > 1 or sharding.cpu_offload or sharding.micro_batch_grad_sync != "every":
         return False
     if "always" in (sharding.reshard_after_forward, sharding.reshard_after_backward):
         return False
-    params = list(model.parameters())
-    num_copied = sum(p.numel() for p in params if p.is_floating_point() and p.dtype != compute_dtype)
-    num_bytes = sum((STATE if p.requires_grad else 1) * p.numel() * p.itemsize for p in params)
-    return memory is None or num_copied == 0 or num_bytes + num_copied * compute_dtype.itemsize <= ROOM * memory
+    num_bytes = num_copied_bytes = 0
+    for name, param in model.named_parameters():
+        num_bytes += (STATE if param.requires_grad else 1) * param.nbytes
+        if param.is_floating_point() and param.dtype != compute_dtype and name not in kept:
+            num_copied_bytes += param.numel() * compute_dtype.itemsize
+    return memory is None or num_copied_bytes == 0 or num_bytes + num_copied_bytes <= ROOM * memory
 
 
 def list_resharding(sharding: ShardingOptions) -> dict[str, str]:
@@ -212,17 +115,25 @@ def apply_sharding(
     """Fills the meta model from rank 0's `readers` and shards it: each block, an untied embedding, and the rest.
 
     Units are processed one at a time, so that no rank ever holds more than one of them unsharded. Weights keep their
-    dtypes on meta, compute is in the model's `compute_dtype`, and gradients are reduced in fp32, then cast to the
-    weights' dtype. A single rank has nothing to shard (`stays_whole`): the same numbers, with less work of the host.
+    dtypes on meta, compute is in the model's `compute_dtype` or for its `kept` parameters in their own, and gradients
+    are reduced in fp32, then cast to the weights' dtype. A single rank has nothing to shard (`stays_whole`): the same
+    numbers, with less work of the host.
     """
-    is_whole = stays_whole(
-        packed_model, packed_model.compute_dtype, sharding, world_size=world.world_size, memory=world.memory
+    kept = packed_model.kept
+    packed_model.is_whole = is_whole = stays_whole(
+        packed_model.model,
+        packed_model.compute_dtype,
+        sharding,
+        kept=kept,
+        world_size=world.world_size,
+        memory=world.memory,
     )
     reshard = RESHARDING[sharding.reshard_after_forward]
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=packed_model.compute_dtype, reduce_dtype=torch.float32)
     root_policy = replace(policy, cast_forward_inputs=False)  # the sums of `look_ahead` stay in fp32
     names = {module: name for name, module in packed_model.model.named_modules()}
+    own_type: set[nn.Parameter] = set()  # the kept parameters, once filled
     embedding, head = packed_model.model.get_input_embeddings(), packed_model.model.get_output_embeddings()
     is_tied = head is not None and embedding.weight is head.weight  # classifiers have no such head
     is_plain = type(embedding) is nn.Embedding  # fully_shard changes its class
@@ -237,6 +148,8 @@ def apply_sharding(
                 fill_module(module, name, readers, tied=tied, device=world.device)
             if unit is packed_model:
                 packed_model.model.tie_weights()
+            params = packed_model.model.named_parameters()
+            own_type |= {param for name, param in params if name in kept and not param.is_meta}
             if not is_whole:
                 fully_shard(
                     unit,
@@ -245,14 +158,13 @@ def apply_sharding(
                     shard_placement_fn=choose_dim(world.num_shards),
                     mp_policy=root_policy if unit is packed_model else policy,
                     offload_policy=offload,
+                    ignored_params=own_type,
                 )
     packed_model.frees_head = reshard is True
     assert not readers, f"the model has no place for {', '.join(readers)}"
     if is_whole:
-        packed_model.whole_weights = whole = WholeWeights(packed_model, packed_model.compute_dtype, world.mesh)
         cast_inputs(blocks, packed_model.compute_dtype)
-        for name in ("forward", *READING):
-            setattr(packed_model, name, whole.wrap(getattr(packed_model, name)))
+        place_weights(packed_model, WholeWeights(packed_model, packed_model.compute_dtype, world.mesh, kept=own_type))
         return
     # Configure gradient reduction and prefetching.
     for module in packed_model.modules():
@@ -268,21 +180,33 @@ def apply_sharding(
         embedding.set_unshard_in_backward(False)  # its gradient needs the tokens' ids, not its weight
     for name in READING:
         register_fsdp_forward_method(packed_model, name)
+    if own_type:
+        weights = KeptWeights(packed_model, own_type, world.mesh, device=world.device, offloads=sharding.cpu_offload)
+        place_weights(packed_model, weights)
+
+
+def place_weights(packed_model: PackedModel, weights: PlacedWeights) -> None:
+    """Lets all that reads weights find them in place."""
+    packed_model.placed_weights = weights
+    for name in ("forward", *READING):
+        setattr(packed_model, name, weights.wrap(getattr(packed_model, name)))
 
 
 def reshard(packed_model: PackedModel) -> None:
     """Frees the parameters that forward passes without a backward leave gathered: the root's, or all."""
-    if packed_model.whole_weights is not None:
-        packed_model.whole_weights.free()
+    if packed_model.placed_weights is not None:
+        packed_model.placed_weights.free()
     for module in packed_model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def count_gathered_bytes(model: nn.Module, compute_dtype: torch.dtype) -> int:
-    """Bytes of all weights gathered on one rank, those that compute in `compute_dtype` in this dtype."""
-    itemsize = compute_dtype.itemsize
-    return sum(p.numel() * (itemsize if p.is_floating_point() else p.itemsize) for p in model.parameters())
+def count_gathered_bytes(model: nn.Module, compute_dtype: torch.dtype, kept: Collection[str]) -> int:
+    """Bytes of all weights gathered on one rank: in `compute_dtype`, except integers and those named in `kept`."""
+    return sum(
+        param.numel() * (compute_dtype if param.is_floating_point() and name not in kept else param.dtype).itemsize
+        for name, param in model.named_parameters()
+    )
 
 
 def prepare_backward(packed_model: PackedModel, sharding: ShardingOptions, *, is_last: bool) -> None:
@@ -293,8 +217,9 @@ def prepare_backward(packed_model: PackedModel, sharding: ShardingOptions, *, is
     takes no extra memory. It frees gathered weights in every micro-batch, or the last one (--reshard-after-backward):
     after a step all are freed, so that the optimizer finds the shards and the next forward pass gathers what it wrote.
     """
-    if packed_model.whole_weights is not None:
-        packed_model.whole_weights.stays = not is_last
+    if packed_model.placed_weights is not None:
+        packed_model.placed_weights.stays = not is_last
+    if packed_model.is_whole:
         return
     match sharding.micro_batch_grad_sync:
         case "last":

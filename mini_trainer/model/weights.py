@@ -24,6 +24,7 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import without_library_bars
 from mini_trainer.distributed.world import World
 from mini_trainer.model.config import ModelSource
+from mini_trainer.model.precision import choose_types
 from mini_trainer.model.stored_tensors import (
     QUANTIZED_TYPES,
     Reader,
@@ -40,6 +41,8 @@ from mini_trainer.objectives.families.text_tower import text_config
 MOVING_OPERATIONS = {
     "Chunk", "Split", "Concatenate", "Interleave", "MergeModulelist", "SplitModulelist", "Transpose", "PermuteForRope",
 }  # fmt: skip
+
+NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
 
 # Errors that transformers' internals, which change between versions, and torch on placeholders may raise.
 NOT_PLANNABLE = (ImportError, AttributeError, TypeError, KeyError, RuntimeError)
@@ -146,11 +149,8 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     wanted = model.state_dict()
 
-    sources: dict[str, list[tuple[str, str | None]]] = {}  # tensor, or a conversion's first -> stored keys and patterns
     named = name_stored(model, stored)
-    for key, (name, pattern) in named.items():
-        sources.setdefault(name, []).append((key, pattern))
-
+    sources = group_sources(named)
     raw = [key for keys in sources.values() for key, _ in keys if stored[key].dtype in QUANTIZED_TYPES]
     if raw:
         raise ValueError(
@@ -173,7 +173,7 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     info = model._finalize_model_loading(model, loading, info)
 
     # Make a reader for every tensor: read directly, or converted from several stored ones.
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = index_converters(converters)
 
     def convert(name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         converter = copy.deepcopy(by_pattern[sources[name][0][1]])
@@ -183,10 +183,7 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
         return {target: value[0] if isinstance(value, list) else value for target, value in values.items()}
 
     def read_converted(name: str, target: str) -> Tensor:
-        operations = by_pattern[sources[name][0][1]].operations
-        is_moved = all(type(operation).__name__ in MOVING_OPERATIONS for operation in operations)
-        is_one_type = len({stored[key].dtype for key, _ in sources[name]}) == 1
-        keeps_type = is_moved and is_one_type
+        keeps_type = find_kept_type(sources[name], stored, by_pattern) is not None
 
         def read(key: str) -> Tensor:
             tensor = stored[key].read()
@@ -229,6 +226,52 @@ def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tupl
         if name in wanted:
             named[key] = name, pattern
     return named
+
+
+def group_sources(named: dict[str, tuple[str, str | None]]) -> dict[str, list[tuple[str, str | None]]]:
+    """The stored keys and patterns of each tensor, or of a conversion's first, from `name_stored`."""
+    sources: dict[str, list[tuple[str, str | None]]] = {}
+    for key, (name, pattern) in named.items():
+        sources.setdefault(name, []).append((key, pattern))
+    return sources
+
+
+def index_converters(converters: Iterable[Any]) -> dict[str, Any]:
+    return {pattern: converter for converter in converters for pattern in converter.source_patterns}
+
+
+def find_kept_type(
+    sources: list[tuple[str, str | None]], stored: dict[str, Stored], by_pattern: dict[str, Any]
+) -> str | None:
+    """safetensors' name of the type in which a parameter's numbers are stored and read; None: computed, in fp32."""
+    pattern, types = sources[0][1], {stored[key].dtype for key, _ in sources}
+    operations = [] if pattern is None else by_pattern[pattern].operations
+    is_moved = all(type(operation).__name__ in MOVING_OPERATIONS for operation in operations)
+    return types.pop() if is_moved and len(types) == 1 else None
+
+
+def find_types(source: ModelSource, model: PreTrainedModel, names: Iterable[str]) -> dict[str, torch.dtype]:
+    """The narrowest types that hold parameters of the `model` of `source` as its files have them, dequantized; without
+    files as its config says."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    directory = Path(source.directory)
+    own = choose_dtype(AutoConfig.from_pretrained(directory, trust_remote_code=source.trust_remote_code))
+    if not list_weights(directory):
+        return dict.fromkeys(names, own)
+    stored = StoredFiles(directory).find()
+    if (settings := find_quantization(directory)) is not None:
+        from mini_trainer.model.quantized import open_dequantized
+
+        stored = open_dequantized(stored, settings, own)
+    try:
+        sources, conversions = group_sources(name_stored(model, stored)), get_model_conversion_mapping(model)
+    except NOT_PLANNABLE:  # loaded as a whole, in fp32
+        return dict.fromkeys(names, torch.float32)
+    by_pattern = index_converters(each for each in conversions if isinstance(each, WeightConverter))
+    types = {name: find_kept_type(keys, stored, by_pattern) for name, keys in sources.items()}
+    return {name: NARROW.get(types.get(name), torch.float32) for name in names}
 
 
 def list_left_out(source: ModelSource, family: Family, *, trained: Collection[str] = ()) -> dict[str, Stored]:
@@ -337,9 +380,11 @@ class WeightGroup:
 def gather_parameters(
     model: PreTrainedModel, dtype: torch.dtype, *, world: World, leave_out: Collection[str] = ()
 ) -> list[WeightGroup]:
-    """A group for each parameter, unsharded and in `dtype` (tied ones once), and each persistent buffer, unchanged."""
+    """A group for each parameter, unsharded and of its type in a model of `dtype` (tied ones once), and each persistent
+    buffer, unchanged."""
     saved = model.state_dict().keys()
-    params = [(name, param.detach(), dtype) for name, param in model.named_parameters()]
+    types = choose_types(model, (name for name, _ in model.named_parameters()), dtype)
+    params = [(name, param.detach(), types[name]) for name, param in model.named_parameters()]
     buffers = [(name, buffer, buffer.dtype) for name, buffer in model.named_buffers() if name in saved]
     return [
         gather_one(name, tensor.shape, kept_dtype, functools.partial(gather_tensor, tensor, kept_dtype, world=world))

@@ -7,7 +7,7 @@ hidden size.
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -330,15 +330,18 @@ class PackedModel(nn.Module):
         *,
         backend: str,
         compute_dtype: torch.dtype,
+        kept: Collection[str] = (),
         is_fused: bool = False,
     ):
-        """`backend`: of model.attention. `is_fused`: the loss's arithmetic is compiled."""
+        """`backend`: of model.attention. `kept`: names of parameters that compute in fp32. `is_fused`: the loss's
+        arithmetic is compiled."""
         super().__init__()
-        self.model, self.backend, self.compute_dtype = model, backend, compute_dtype
+        self.model, self.backend, self.compute_dtype, self.kept = model, backend, compute_dtype, kept
         self.row_model, self.loss = objective.family.open_row_model(model), objective.make_loss(is_fused=is_fused)
         # A context in which the model runs transformers' own code, without kernels that replace parts of it.
         self.own_code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.whole_weights: Any = None  # WholeWeights, where one rank holds all weights
+        self.is_whole = False  # one rank holds all weights, without FSDP
+        self.placed_weights: Any = None  # PlacedWeights: all, or those beside FSDP's that compute in fp32
         self.frees_head = False  # after each forward pass, whose results then cannot refer to it
         self.compiled: tuple[Compiled, ...] = ()  # the blocks' forward methods, with --compile
 

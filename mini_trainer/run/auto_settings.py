@@ -312,7 +312,7 @@ def measure_auto_options(
     elif "activation_checkpointing" in names:  # else the prober has done so
         set_activation_checkpointing(state.model, state.method, chosen["activation_checkpointing"])
     settled = {name: chosen[name] for name in names}
-    if settled.get("reshard_after_forward") == "never" and state.model.whole_weights is None:
+    if settled.get("reshard_after_forward") == "never" and not state.model.is_whole:
         state.model.set_reshard_after_forward(False)
     log.info("auto: " + ", ".join(f"{flag_name(name)} {value}" for name, value in settled.items() if value != "auto"))
     return settled, chosen
@@ -343,8 +343,8 @@ def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most:
     )
     cap = -(-room.num_tokens // num_sharing)
     model = prober.state.model
-    weights_bytes = count_gathered_bytes(model, model.compute_dtype)
-    has_room = model.whole_weights is not None or has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
+    weights_bytes = count_gathered_bytes(model.model, model.compute_dtype, model.kept)
+    has_room = model.is_whole or has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
     resharding = choose_resharding(options.sharding, has_room=has_room)
     return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap, seconds=room.seconds) | resharding
 

@@ -87,6 +87,10 @@ class Exports:
         path, link = self.path_of(position), self.directory / LATEST
         return link if path.is_dir() and link.is_dir() and link.samefile(path) else path
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.options.export_dtype]
+
     def path_of(self, position: RunPosition) -> Path:
         return self.directory / f"samples_{position.num_samples}"
 
@@ -107,7 +111,7 @@ class Exports:
             state.method,
             inputs.generation_config,
             inputs.export_tokenizer,
-            DTYPES[self.options.export_dtype],
+            self.dtype,
             inputs.source,
             notes,
             self.begun,

@@ -184,7 +184,7 @@ def settle_auto_options(
     """
     values = flatten_options(options)
     names = [name for name in ("activation_checkpointing", "max_tokens_per_gpu") if values[name] == "auto"]
-    unmeasured = choose_resharding(options.sharding, has_room=state.model.whole_weights is not None)
+    unmeasured = choose_resharding(options.sharding, has_room=state.model.is_whole)
     if not names and not is_worth_measuring(unmeasured, state.world.device):
         return unmeasured, None
     from mini_trainer.run.auto_settings import measure_auto_options

@@ -1,4 +1,4 @@
-"""Records the signatures of functions that only run on a GPU, from the releases themselves, in signatures.json.
+"""Records the signatures of functions that only run on a GPU, and of private ones that decide types, from the releases themselves, in signatures.json.
 
     python tests/models/record_signatures.py
 
@@ -26,6 +26,7 @@ RELEASES = {
     "flash-attn": ("2.8.0.post2", "2.8.1", "2.8.2", "2.8.3", "2.8.3.post2"),
     "torchao": ("0.18.0",),
     "bitsandbytes": ("0.48.0", "0.49.2", "0.50.2"),
+    "transformers": ("5.17.0", "5.23.0"),
 }
 PIP = {
     "torch": ["--only-binary=:all:", "--python-version=3.12", "--platform=macosx_11_0_arm64",
@@ -53,6 +54,8 @@ FUNCTIONS = {
     "flash_attn/flash_attn_interface.py": ["flash_attn_varlen_func"],
     "torchao/float8/float8_linear_utils.py": ["convert_to_float8_training"],
     "torchao/float8/config.py": ["Float8LinearConfig.from_recipe_name"],
+    "transformers/core_model_loading.py": ["build_glob_alternation"],
+    "transformers/modeling_utils.py": ["PreTrainedModel._get_dtype_plan"],
     "bitsandbytes/functional.py": ["dequantize_4bit", "int8_vectorwise_dequant", "quantize_4bit"],
 }  # fmt: skip
 LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"  # model type -> function

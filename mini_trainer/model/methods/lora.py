@@ -126,17 +126,18 @@ class LoRA(Method):
         before = sum(param.numel() for param in model.parameters())
         model.requires_grad_(False)
         for param in model.parameters():
-            param.data = param.data.to(meta.compute_dtype)
+            if param not in meta.kept:
+                param.data = param.data.to(meta.compute_dtype)
         injected = lora_layers.inject(model, self.config, self.targets)
         layers = {name: copy.deepcopy(layer) for name, layer in injected.items()}
         renamed = {name: own_names[id(p)] for name, p in model.named_parameters() if id(p) in own_names}
         self.saved_names = lora_layers.find_saved_names(model)
         if self.is_packed:
-            nf4.pack_layers(meta.blocks, compute_dtype=meta.compute_dtype)
-            has_experts = nf4.pack_experts(meta.blocks, compute_dtype=meta.compute_dtype)
+            nf4.pack_layers(meta.blocks, compute_dtype=meta.compute_dtype, kept=meta.kept)
+            has_experts = nf4.pack_experts(meta.blocks, compute_dtype=meta.compute_dtype, kept=meta.kept)
             self.packed = "linear layers and experts" if has_experts else "linear layers"
             self.unpacked = describe_unpacked(meta.blocks)
-        lora_layers.speed_up(model.modules(), adapter=lora_layers.ADAPTER)
+        lora_layers.speed_up(model.modules(), adapter=lora_layers.ADAPTER, kept=meta.kept)
         nf4.adapt_experts(model.modules(), adapter=lora_layers.ADAPTER)
         params = list(model.parameters())
         self.num_added = sum(param.numel() for param in params) - before

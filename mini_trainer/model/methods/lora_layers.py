@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from mini_trainer.model.blocks import find_linear_layers, iterate_owners
 from mini_trainer.model.method import MetaModel
 from mini_trainer.model.methods.adapter_files import ADAPTER_CONFIG, PREFIX, check_patterns, list_names, match_names
 from mini_trainer.model.methods.nf4 import NF4Linear
+from mini_trainer.model.precision import choose_types
 from mini_trainer.model.weights import Reader, WeightGroup
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.options import LoRAOptions
@@ -31,15 +32,17 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-def speed_up(layers: Iterable[nn.Module], *, adapter: str) -> None:
+def speed_up(layers: Iterable[nn.Module], *, adapter: str, kept: Container[nn.Parameter] = ()) -> None:
     """Gives peft's layers a faster forward if they are plain linear layers with an adapter.
 
-    Layers of experts, DoRA and dropout keep peft's forward.
+    Layers of experts, DoRA and dropout keep peft's forward, and so do weights in `kept`, of another type than adapters.
     """
     from peft.tuners.lora import Linear
 
     for layer in layers:
-        if type(layer) is Linear and not layer.lora_variant and isinstance(layer.lora_dropout[adapter], nn.Identity):
+        if type(layer) is not Linear or layer.lora_variant or getattr(layer.base_layer, "weight", None) in kept:
+            continue
+        if isinstance(layer.lora_dropout[adapter], nn.Identity):
             layer.forward = functools.partial(multiply, layer, adapter)
 
 
@@ -336,7 +339,7 @@ class Merger:
     ):
         """`renamed` maps each base parameter's name in `model` with adapters to its original name; `shapes` has its
         shape by original name."""
-        self.layers, self.renamed, self.stored, self.shapes = layers, renamed, stored, shapes
+        self.model, self.layers, self.renamed, self.stored, self.shapes = model, layers, renamed, stored, shapes
         saved = model.state_dict().keys()
         self.buffers = [name for name, _ in model.named_buffers() if name in saved]
 
@@ -345,19 +348,20 @@ class Merger:
         return self.stored[self.renamed[name]]()
 
     def list_groups(self, trained: dict[str, Tensor], dtype: torch.dtype) -> list[WeightGroup]:
-        """The merged model as groups of one layer, in `dtype`; `trained` holds the values of all trained parameters."""
+        """The merged model of `dtype` as groups of one layer; `trained` holds the values of all trained parameters."""
+        types = choose_types(self.model, self.renamed.values(), dtype)
 
         def group(names: Iterable[str], gather: Callable[[], dict[str, Tensor]]) -> WeightGroup:
             return WeightGroup(
-                {name: torch.empty(self.shapes[name], dtype=dtype, device="meta") for name in names}, gather
+                {name: torch.empty(self.shapes[name], dtype=types[name], device="meta") for name in names}, gather
             )
 
         def merge(prefix: str, layer: nn.Module) -> dict[str, Tensor]:
-            return {name: weight.to(dtype) for name, weight in self.merge_layer(prefix, layer, trained).items()}
+            return {name: weight.to(types[name]) for name, weight in self.merge_layer(prefix, layer, trained).items()}
 
         def read(name: str) -> dict[str, Tensor]:
             weight = trained[name] if name in trained else self.stored[name]()
-            return {name: weight.to(dtype)}
+            return {name: weight.to(types[name])}
 
         groups = [
             group(self.list_inner(prefix, layer)[1], functools.partial(merge, prefix, layer))

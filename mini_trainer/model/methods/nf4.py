@@ -10,7 +10,7 @@ T tokens, S pairs of a token and an expert, sorted by expert; r the rank.
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.functional import grouped_mm, linear
 from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.distributed.world import World, broadcast_from_rank0
+from mini_trainer.model.blocks import is_linear
 from mini_trainer.model.weights import Reader
 
 BLOCK = 64  # weights that share a scale
@@ -72,11 +73,11 @@ class NF4Linear(NF4Weight):
         return PackedProduct.apply(x, self.packed, self.bias, self)
 
 
-def pack_layers(blocks: nn.ModuleList, *, compute_dtype: torch.dtype) -> None:
-    """Replaces every frozen linear layer of the blocks with an `NF4Linear`."""
+def pack_layers(blocks: nn.ModuleList, *, compute_dtype: torch.dtype, kept: Container[nn.Parameter]) -> None:
+    """Replaces every frozen linear layer of the blocks with an `NF4Linear`, except those in `kept`."""
     for block in blocks:
         for name, module in list(block.named_modules()):
-            if isinstance(module, (nn.Linear, Conv1D)) and not module.weight.requires_grad:
+            if is_linear(module) and not module.weight.requires_grad and module.weight not in kept:
                 block.set_submodule(name, NF4Linear(module, compute_dtype=compute_dtype))
 
 
@@ -259,8 +260,9 @@ class PackedGroupedProduct(torch.autograd.Function):
         return d_x, None, None, None, None, None
 
 
-def pack_experts(blocks: nn.ModuleList, *, compute_dtype: torch.dtype) -> bool:
-    """Replaces the frozen weights of fused experts by `NF4Experts`, where transformers multiplies them in groups.
+def pack_experts(blocks: nn.ModuleList, *, compute_dtype: torch.dtype, kept: Container[nn.Parameter]) -> bool:
+    """Replaces the frozen weights of fused experts by `NF4Experts`, where transformers multiplies them in groups,
+    except those in `kept`.
 
     Returns whether there are any.
     """
@@ -268,7 +270,7 @@ def pack_experts(blocks: nn.ModuleList, *, compute_dtype: torch.dtype) -> bool:
         (module, name, param)
         for module in blocks.modules()
         for name, param in module.named_parameters(recurse=False)
-        if is_grouped(module) and param.ndim == 3 and not param.requires_grad
+        if is_grouped(module) and param.ndim == 3 and not param.requires_grad and param not in kept
     ]
     for module, name, param in found:
         delattr(module, name)

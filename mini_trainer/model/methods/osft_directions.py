@@ -26,7 +26,7 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.method import MetaModel
 from mini_trainer.model.methods import osft_subspaces
-from mini_trainer.model.weights import Reader
+from mini_trainer.model.weights import Reader, find_types
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
 from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import DataOptions, OSFTOptions
@@ -283,7 +283,7 @@ class Directions:
     """
 
     def __init__(self, meta: MetaModel, options: OSFTOptions):
-        self.options = options
+        self.options, self.meta = options, meta
         self.targets: dict[str, nn.Linear | Conv1D] = osft_subspaces.find_targets(
             meta.model, meta.blocks, options.osft_target_patterns
         )
@@ -292,6 +292,7 @@ class Directions:
         }
         self.statistics = Statistics()
         self.num_earlier: dict[str, int] = {}  # directions that --osft-bases keeps in each target; empty without it
+        self.types: dict[str, torch.dtype] = {}  # in which the model's files hold each target
         self.files: dict[str, Path] = {}  # on rank 0: the free subspace of each target
 
     @property
@@ -305,6 +306,7 @@ class Directions:
 
     def assume(self) -> dict[str, int]:
         """Number of directions to keep in each target, if known without weights."""
+        self.types = self.find_types()
         self.num_earlier = osft_subspaces.count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
         ratio = self.options.osft_unfreeze_rank_ratio
         ratio = UNKNOWN_ENERGY_RATIO if ratio is None else ratio
@@ -316,7 +318,6 @@ class Directions:
         self,
         statistics: Statistics,
         readers: dict[str, Reader],
-        compute_dtype: torch.dtype,
         *,
         world: World,
         progress: Callable[[str], None],
@@ -328,6 +329,7 @@ class Directions:
         self.statistics = statistics
         if self.of_inputs:
             call_on_rank0(world, lambda: check_statistics(statistics, self.targets))
+        self.types = call_on_rank0(world, self.find_types)
         self.num_earlier = call_on_rank0(
             world, lambda: osft_subspaces.count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
         )
@@ -337,14 +339,15 @@ class Directions:
         if self.options.osft_keep_energy is None:
             num_kept = call_on_rank0(world, self.count_by_ratio)
 
-        dtype = torch.float64 if self.of_inputs else compute_dtype
-        dtype = torch.float32 if not self.of_inputs and any(self.num_earlier.values()) else dtype
+        own, is_new = set(self.types.values()), not any(self.num_earlier.values())
+        dtype = own.pop() if is_new and len(own) == 1 else torch.float32
+        dtype = torch.float64 if self.of_inputs else dtype
 
         def get_matrix(name: str) -> Tensor:
-            matrix, earlier = self.read_matrix(name, readers, compute_dtype), self.read_earlier(name)
-            return (matrix if earlier is None else osft_subspaces.restrict(matrix, earlier, device=world.device)).to(
-                dtype
-            )
+            matrix, earlier = self.read_matrix(name, readers), self.read_earlier(name)
+            if earlier is not None:
+                matrix = osft_subspaces.restrict(matrix, earlier, device=world.device)
+            return matrix.to(dtype)
 
         self.files = osft_subspaces.prepare_subspaces(
             self.list_free_shapes(),
@@ -366,12 +369,16 @@ class Directions:
             if number
         }
 
-    def read_matrix(self, name: str, readers: dict[str, Reader], dtype: torch.dtype) -> Tensor:
-        """The target's weight A, in the dtype of computation, or the covariance of its inputs. On rank 0."""
+    def find_types(self) -> dict[str, torch.dtype]:
+        types = find_types(self.meta.source, self.meta.model, (f"{name}.weight" for name in self.targets))
+        return {name: types[f"{name}.weight"] for name in self.targets}
+
+    def read_matrix(self, name: str, readers: dict[str, Reader]) -> Tensor:
+        """The target's weight A, or the covariance of its inputs. On rank 0."""
         if self.of_inputs:
             return self.statistics.covariance(name)
         module = self.targets[name]
-        weight = readers[f"{name}.weight"]().to(dtype)
+        weight = readers[f"{name}.weight"]()
         return osft_subspaces.orient(
             weight, on_input=osft_subspaces.is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D)
         )

@@ -26,6 +26,7 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.blocks import find_linear_layers
+from mini_trainer.model.precision import choose_types
 from mini_trainer.options.reading import check_regular
 
 KEY, ABOUT = "sha256", "about"  # in the file's metadata: the hash alone, or JSON that holds it
@@ -69,11 +70,14 @@ RESOLVED = 1e-8
 def find_targets(
     model: PreTrainedModel, blocks: nn.ModuleList, patterns: tuple[str, ...]
 ) -> dict[str, nn.Linear | Conv1D]:
-    """The linear layers inside the blocks whose names contain one of `patterns`; all layers without patterns.
+    """The linear layers inside the blocks whose names contain one of `patterns`; all layers without patterns. Routers
+    that stay in fp32 in a bfloat16 model are none of them.
 
     ValueError for a pattern that no layer's name contains.
     """
-    layers = find_linear_layers(model, blocks)
+    found = find_linear_layers(model, blocks)
+    types = choose_types(model, (f"{name}.weight" for name in found), torch.bfloat16)
+    layers = {name: layer for name, layer in found.items() if types[f"{name}.weight"] == torch.bfloat16}
     unused = [pattern for pattern in patterns if not any(pattern in name for name in layers)]
     if unused or not layers:
         kinds = sorted({name.rpartition(".")[2] for name in layers})

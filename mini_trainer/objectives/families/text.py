@@ -184,7 +184,7 @@ class TextRowModel(family.RowModel):
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
         head = self.model.get_output_embeddings()
-        return Projection(hidden, head.weight, head.bias, self.softcap)
+        return Projection(hidden.to(head.weight.dtype), head.weight, head.bias, self.softcap)
 
     def transform_hidden(self, hidden: Tensor) -> Tensor:  # (N, H) -> (N, H')
         """Applies the head's transform (BERT) before its projection."""

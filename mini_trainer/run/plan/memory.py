@@ -263,6 +263,7 @@ def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, 
         meta.model,
         meta.compute_dtype,
         options.sharding,
+        kept=meta.list_kept(),
         world_size=target.ranks.world_size,
         memory=target.ranks.memory,
     )
@@ -295,7 +296,7 @@ def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, 
         cap = -(-(room.num_tokens or longest) // num_sharing)
         if room.num_tokens == 0:
             findings.add_problem(auto_settings.refuse_longest(data, room))
-    weights_bytes = sharding.count_gathered_bytes(meta.model, meta.compute_dtype)
+    weights_bytes = sharding.count_gathered_bytes(meta.model, meta.compute_dtype, meta.list_kept())
     has_room = is_whole or auto_settings.has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
     resharding = sharding.choose_resharding(options.sharding, has_room=has_room)
     return replace_options(options, activation_checkpointing=mode, max_tokens_per_gpu=cap, **resharding)

@@ -30,12 +30,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mini_trainer.distributed.devices import DTYPES, OFFLOADED, memory_kind
 from mini_trainer.distributed.world import World, make_mesh, make_row_group
 from mini_trainer.model.activation_memory import apply_tiling
-from mini_trainer.model.build import check_divisible, make_meta_model, set_weights_dtype
+from mini_trainer.model.build import check_divisible, make_meta_model
 from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import MetaModel, Method
 from mini_trainer.model.optim.averages import make_average
 from mini_trainer.model.optim.compact_adamw import load_map
 from mini_trainer.model.optim.optimizers import build_optimizer, count_state_bytes, open_optimizer
+from mini_trainer.model.precision import set_types
 from mini_trainer.model.sharding import apply_sharding, prepare_backward
 from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import ComputeOptions
@@ -195,7 +196,7 @@ def lay_out_model(options: StepOptions, inputs: RunInputs, compute: ComputeOptio
     if options.sharding.context_parallel is not None:
         check_divisible(meta, options.sharding.context_parallel)
     num_params = sum(param.numel() for param in model.parameters())
-    set_weights_dtype(model, DTYPES[options.optimization.master_weights])
+    set_types(model, DTYPES[options.optimization.master_weights])
     method.choose_layers(meta)
     method.lay_out(meta)
     apply_tiling(meta)
@@ -225,7 +226,13 @@ def simulate_step(options: StepOptions, planned: PlannedModel, load: Load, ranks
     RuntimeError where an operation of the model cannot be simulated.
     """
     meta, sharding = planned.meta, options.sharding
-    packed_model = PackedModel(meta.model, planned.objective, backend=meta.backend, compute_dtype=meta.compute_dtype)
+    packed_model = PackedModel(
+        meta.model,
+        planned.objective,
+        backend=meta.backend,
+        compute_dtype=meta.compute_dtype,
+        kept=meta.list_kept(),
+    )
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         fake_world(ranks) as world,

@@ -1,0 +1,238 @@
+"""Weights that are plain parameters while the model computes, in place of DTensors that train.
+
+Optimizers, methods, checkpoints and exports see the masters, DTensors as FSDP2 makes them; a forward pass puts weights
+of the compute type in their place, and the last backward of a step puts the masters back, with their gradients.
+
+A model that one rank holds as a whole has no FSDP (`WholeWeights`). Beside FSDP2, which gives a
+group of parameters one type, those that compute in fp32 whatever the others do are gathered once a step
+(`KeptWeights`).
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_leaves
+
+from mini_trainer.distributed.devices import memory_kind
+
+
+class PlacedWeights:
+    """Puts weights into the modules of a model, and the masters back."""
+
+    def __init__(self, model: nn.Module, params: Collection[nn.Parameter]):
+        """Replaces these plain parameters of `model` by masters."""
+        self.places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []  # with master and weight
+        self.pairs: dict[nn.Parameter, tuple[nn.Parameter, nn.Parameter]] = {}  # of the parameters that were there
+        for module in model.modules():
+            for name, param in module.named_parameters(recurse=False):
+                if param in params and param not in self.pairs:
+                    self.pairs[param] = self._split(param)
+                if param in self.pairs:
+                    self.places.append((module, name, *self.pairs[param]))
+        self.is_gathered = False
+        self.stays = False  # gathered, after the next backward
+        self._place_masters()
+
+    def _split(self, param: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
+        """The master and the weight of a parameter."""
+        raise NotImplementedError
+
+    def _fill(self) -> None:
+        """Gives the weights the masters' values."""
+        raise NotImplementedError
+
+    def _collect(self) -> None:
+        """Gives the masters the weights' gradients."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Puts weights with the masters' present values into the modules."""
+        if self.is_gathered:
+            return
+        self._fill()
+        for module, name, _, weight in self.places:
+            module._parameters[name] = weight
+        self.is_gathered = True
+
+    @torch.no_grad()
+    def free(self) -> None:
+        """Puts the masters back, with the gradients so far."""
+        if self.is_gathered:
+            self._collect()
+            self._place_masters()
+
+    def _place_masters(self) -> None:
+        for module, name, master, _ in self.places:
+            module._parameters[name] = master
+        self.is_gathered = False
+
+    def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """`compute` with the weights in place; the backward of its result, if there is one, puts the masters back."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.gather()
+            result = compute(*args, **kwargs)
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._await_end)
+            return result
+
+        return run
+
+    def _await_end(self, gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(lambda: None if self.stays else self.free())
+
+
+class WholeWeights(PlacedWeights):
+    """All weights of a model, held by one rank.
+
+    A master that has the compute type already shares its memory with its weight, and its gradient. The others' weights
+    are copies, made again by each `gather`; their gradients are added to the masters' as autograd makes them.
+    """
+
+    def __init__(
+        self, model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh, *, kept: Collection[nn.Parameter]
+    ):
+        """`kept`: parameters that compute in their own type."""
+        self.compute_dtype, self.mesh, self.kept = compute_dtype, mesh, kept
+        super().__init__(model, set(model.parameters()))
+        shared = [(master, weight) for master, weight in self.pairs.values() if is_shared(master, weight)]
+        self.shared = [(master, weight) for master, weight in shared if master.requires_grad]
+        copied = [(master, weight) for master, weight in self.pairs.values() if not is_shared(master, weight)]
+        self.sources = [master.detach().to_local() for master, _ in copied]
+        self.copies = [weight.detach() for _, weight in copied]
+
+    def _split(self, param: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
+        own = param.detach()
+        master = nn.Parameter(DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False), param.requires_grad)
+        if own.is_floating_point() and own.dtype != self.compute_dtype and param not in self.kept:
+            with memory_kind("gathered"):
+                own = torch.empty_like(own, dtype=self.compute_dtype)
+        weight = nn.Parameter(own, param.requires_grad)
+        if weight.requires_grad and not is_shared(master, weight):
+            weight.register_post_accumulate_grad_hook(lambda weight: add_gradient(master, weight))
+        return master, weight
+
+    def _fill(self) -> None:
+        if self.copies:
+            torch._foreach_copy_(self.copies, self.sources)
+        for master, weight in self.shared:
+            weight.grad = None if master.grad is None else master.grad.to_local()
+
+    def _collect(self) -> None:
+        for master, weight in self.shared:
+            master.grad = None if weight.grad is None else as_master(weight.grad, master)
+            weight.grad = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a parameter is in the flat rows of `KeptWeights`, one row a shard."""
+
+    start: int
+    num_rows: int  # of the parameter, on each shard but the last ones
+    row_size: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_rows * self.row_size
+
+
+class KeptWeights(PlacedWeights):
+    """Parameters beside FSDP2's that compute in their masters' own type: gathered once before the forward passes that
+    follow a change of the masters, their gradients summed over ranks once a step, each by one collective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kept: Collection[nn.Parameter],
+        mesh: DeviceMesh,
+        *,
+        device: torch.device,
+        offloads: bool,
+    ):
+        """`mesh`: its last dimension shards, an earlier one replicates. `offloads`: masters are in CPU memory."""
+        self.mesh, self.device, self.offloads = mesh, device, offloads
+        self.num_shards, self.shard = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+        self.spans: dict[nn.Parameter, Span] = {}  # by weight
+        self.width = 0  # numbers of a flat row; behind each parameter's stands whether it has a gradient
+        super().__init__(model, kept)
+
+    def _split(self, param: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
+        own, placements = param.detach(), [*[Replicate()] * (self.mesh.ndim - 1), Shard(0)]
+        chunks = own.chunk(self.num_shards)
+        local = (chunks[self.shard] if self.shard < len(chunks) else own[:0]).clone()
+        local = local.cpu() if self.offloads else local
+        sharded = DTensor.from_local(
+            local, self.mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
+        )
+        weight = nn.Parameter(own, param.requires_grad)
+        num_rows = -(-len(own) // self.num_shards)
+        self.spans[weight] = span = Span(self.width, num_rows, own[:1].numel())
+        self.width = span.stop + 1
+        return nn.Parameter(sharded, param.requires_grad), weight
+
+    def _fill(self) -> None:
+        mine = torch.zeros(self.width, device=self.device)
+        for master, weight in self.pairs.values():
+            local = master.detach().to_local().flatten()
+            mine[self.spans[weight].start :][: len(local)].copy_(local)
+        rows = mine.new_empty(self.num_shards, self.width)
+        dist.all_gather_into_tensor(rows.view(-1), mine, group=self.mesh.get_group(self.mesh.ndim - 1))
+        for _, weight in self.pairs.values():
+            span = self.spans[weight]
+            weight.detach().copy_(rows[:, span.start : span.stop].flatten()[: weight.numel()].view_as(weight))
+
+    def _collect(self) -> None:
+        trained = [(master, weight) for master, weight in self.pairs.values() if weight.requires_grad]
+        if all(weight.grad is None for _, weight in trained):
+            return
+        rows = torch.zeros(self.num_shards, self.width, device=self.device)
+        for _, weight in trained:
+            if weight.grad is not None:
+                span = self.spans[weight]
+                padded = weight.grad.new_zeros(self.num_shards * span.num_rows * span.row_size)
+                padded[: weight.numel()] = weight.grad.flatten()
+                rows[:, span.start : span.stop] = padded.view(self.num_shards, -1)
+                rows[:, span.stop] = 1
+                weight.grad = None
+        mine = rows.new_empty(self.width)
+        dist.reduce_scatter_tensor(mine, rows.view(-1), group=self.mesh.get_group(self.mesh.ndim - 1))
+        if self.mesh.ndim > 1:
+            dist.all_reduce(mine, group=self.mesh.get_group(0))
+        for master, weight in trained:
+            span, local = self.spans[weight], master.detach().to_local()
+            if mine[span.stop] > 0:  # on some rank
+                own = mine[span.start :][: local.numel()].view_as(local).to(local.device, master.dtype)
+                master.grad = as_master(own, master)
+
+
+def is_shared(master: nn.Parameter, weight: nn.Parameter) -> bool:
+    """Whether both are the same memory."""
+    return master.dtype == weight.dtype
+
+
+@torch.no_grad()
+def add_gradient(master: nn.Parameter, weight: nn.Parameter) -> None:
+    """Adds the weight's gradient to its master's, in the master's type."""
+    if master.grad is None:
+        with memory_kind("gradients"):
+            master.grad = as_master(weight.grad.to(master.dtype), master)
+    else:
+        rounds = master.dtype != torch.float32  # each gradient is rounded before it is added, as by FSDP
+        master.grad.to_local().add_(weight.grad.to(master.dtype) if rounds else weight.grad)
+    weight.grad = None
+
+
+def as_master(tensor: Tensor, master: nn.Parameter) -> DTensor:
+    return DTensor.from_local(
+        tensor, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+    )
