@@ -78,6 +78,14 @@ class OSFTLinear(nn.Module):
         out = torch.addmm(update, flat, base)  # last, and the only addmm: see choose_kept_operations in model
         return out.view(*x.shape[:-1], out.shape[-1])
 
+    @property
+    def weight(self) -> Tensor:
+        """W0 + dW in the replaced layer's layout, with gradients, for models that read it beside calling the layer."""
+        rows = self.coefficients if self.U_low is None else self.U_low @ self.coefficients
+        return osft_subspaces.orient(
+            self.base + rows @ self.V_low.t(), on_input=self.on_input, is_conv1d=self.is_conv1d
+        )
+
     @torch.no_grad()
     def local_update(self) -> Tensor:  # (this rank's rows of L, s)
         """This rank's rows of dW, in fp32. All ranks call this."""
@@ -265,7 +273,7 @@ class OSFT(Method):
                 self.calibration_data,
                 self.data_options,
                 build_plain=build_plain,
-                objective=objective,
+                family=objective.family,
                 world=world,
                 patterns=self.options.osft_target_patterns,
             )

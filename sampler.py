@@ -21,7 +21,7 @@ from mini_trainer.data.tokenized import by_row
 from mini_trainer.data.tokenized.mixture import Mixture, interleave
 from mini_trainer.distributed.world import RowGroup, RowPlace, World, count_sharing
 from mini_trainer.objectives.families.family import MicroBatch
-from mini_trainer.objectives.objective import Objective
+from mini_trainer.objectives.objective import Objective, Unlabeled
 from mini_trainer.options import DataOptions, EndOptions
 
 Item = TypeVar("Item")
@@ -62,6 +62,12 @@ class Batch:
     micro_batches: list[MicroBatch]  # this rank's column of the table
     data: Mixture  # source of the rows
     num_sharing: int = 1  # ranks that share each packed row
+    own: int = 0  # this rank's column of the table
+
+    @property
+    def column(self) -> list[list[int]]:
+        """Indices into `sample_ids` of each of this rank's micro-batches."""
+        return [row[self.own] for row in self.table]
 
 
 @functools.lru_cache(maxsize=256)
@@ -273,7 +279,7 @@ def iterate_batches(
     data: Mixture,
     options: DataOptions,
     *,
-    objective: Objective,
+    objective: Objective | Unlabeled,
     batching: Batching | None = None,
     start: RunPosition = RunPosition(),
     num_steps: int | None,
@@ -300,14 +306,14 @@ def iterate_batches(
         num_targets, num_tokens = int(counts.sum()), int(lengths[counts > 0].sum())
         divisors = objective.weigh(num_targets, num_tokens, map(data.read, sample_ids.tolist()))
         data.release_pages()
-        yield Batch(step, sample_ids, lengths, num_targets, divisors, table, micro_batches, data, num_sharing)
+        yield Batch(step, sample_ids, lengths, num_targets, divisors, table, micro_batches, data, num_sharing, own)
         num_drawn += len(sample_ids)
 
 
 def read_micro_batch(
     data: Mixture,
     rows: np.ndarray,
-    objective: Objective,
+    objective: Objective | Unlabeled,
     *,
     row_group: RowGroup | None = None,
     by_sample: bool = False,

@@ -492,7 +492,7 @@ def watch(path, world, data, *, statistics_file=None, seed=0, patterns=()):
         data,
         DataOptions(data_path="", seed=seed, max_tokens_per_gpu=64),
         build_plain=lambda: build(path, world),
-        objective=CausalLM(),
+        family=CausalLM().family,
         world=world,
         patterns=patterns,
     )

@@ -272,6 +272,31 @@ class Objective(ABC):
         return self.pack(samples, row_group=row_group)
 
 
+@dataclass(frozen=True)
+class Unlabeled:
+    """Packs samples of any kind of data as an `Objective` does, for forward passes that need no targets."""
+
+    family: Family
+
+    def pack(
+        self,
+        samples: Sequence[Sample],
+        *,
+        sources: np.ndarray | None = None,
+        num_sources: int = 1,
+        row_group: RowGroup | None = None,
+    ) -> MicroBatch:
+        row, extras = self.family.pack(samples)
+        row = row if row_group is None else take_part(row, row_group)[0]
+        return MicroBatch(row, Targets(torch.zeros(0, dtype=torch.int64)), extras=extras)
+
+    def make_idle_sample(self) -> Sample:
+        return {"input_ids": np.zeros(2, dtype=np.int64)}
+
+    def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
+        return {}
+
+
 def find_class(name: str) -> type[Objective]:
     """The class of the objective of this name."""
     return open_door(ALL_OBJECTIVES[name].place)

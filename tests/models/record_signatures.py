@@ -1,4 +1,5 @@
-"""Records the signatures of functions that only run on a GPU, and of private ones that decide types, from the releases themselves, in signatures.json.
+"""Records the signatures of functions that only run on a GPU, and of private ones that say which types weights have,
+from the releases themselves, in signatures.json.
 
     python tests/models/record_signatures.py
 

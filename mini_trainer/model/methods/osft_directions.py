@@ -27,8 +27,9 @@ from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.method import MetaModel
 from mini_trainer.model.methods import osft_subspaces
 from mini_trainer.model.weights import Reader, find_types
+from mini_trainer.objectives.families.family import Family, Row
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
-from mini_trainer.objectives.objective import Objective, PackedModel
+from mini_trainer.objectives.objective import PackedModel, Unlabeled
 from mini_trainer.options import DataOptions, OSFTOptions
 from mini_trainer.options.reading import check_regular
 from mini_trainer.sampler import Batch, iterate_batches
@@ -127,15 +128,15 @@ def prepare_statistics(
     options: DataOptions,
     *,
     build_plain: Callable[[], PackedModel],
-    objective: Objective,
+    family: Family,
     world: World,
     patterns: tuple[str, ...] = (),
 ) -> Statistics:
     """Statistics of earlier tasks from the file `path`, from `data`, or both; empty except on rank 0.
 
-    `data` is added to the file only once: the file records the hashes of its data. `build_plain` builds the model that
-    the data is run through; only the seed and the token cap of `options` matter. The file has all layers; without one
-    only those whose names contain one of `patterns` are recorded.
+    `data`, of any kind, is added to the file only once: the file records the hashes of its data. `build_plain` builds
+    the model of `family` that the data is run through; only the seed and the token cap of `options` matter. The file
+    has all layers; without one only those whose names contain one of `patterns` are recorded.
     """
     # Read the file, and check whether it includes this data.
     statistics = Statistics()
@@ -150,13 +151,19 @@ def prepare_statistics(
     if data_hash is None or data_hash in known_hashes:
         return statistics
     # Compute the data's statistics, and add them to the file.
-    model = build_plain()
+    model, mixture = build_plain(), Mixture([data])
     data.vocab_size = text_config(model.model.config).vocab_size
+    foreign = list(family.list_foreign(model.model.config))
+    if foreign and mixture.find_tokens(foreign) is not None:
+        raise ValueError(
+            f"--osft-calibration-data {data.path}: has placeholders of images, which this run's model does not"
+            " read: give data of texts alone"
+        )
     batch = next(
         iterate_batches(
-            Mixture([data]),
+            mixture,
             replace(options, batch_size=min(NUM_CALIBRATION_SAMPLES, len(data.kept)), batch_tokens=None),
-            objective=objective,
+            objective=Unlabeled(family),
             num_steps=1,
             attention_cost=0.0,
             world=world,
@@ -183,19 +190,23 @@ def gather_statistics(
 ) -> Statistics:
     """Runs each rank's micro-batches of `batch` forward, recording every targeted linear layer.
 
-    All tokens count, trained or not, except those of filler micro-batches of idle ranks. Sums are in fp64. Covariances
-    that do not fit into memory together are recorded in several passes, between which rank 0's CPU memory holds them.
+    All tokens of samples count, trained or not, and none that fills a row or an idle rank's. Sums are in fp64.
+    Covariances that do not fit into memory together are recorded in several passes, between which rank 0's CPU memory
+    holds them.
     """
     packed_model.eval()
-    counts = [len(row[world.rank]) > 0 for row in batch.table]
-    sizes = [one.row.input_ids.numel() for one, counting in zip(batch.micro_batches, counts, strict=True) if counting]
-    num_tokens = torch.tensor(sum(sizes), dtype=torch.float64, device=world.device)
+    counts = [
+        count_own(int(batch.lengths[indices].sum()), micro_batch.row)
+        for indices, micro_batch in zip(batch.column, batch.micro_batches, strict=True)
+    ]
+    num_tokens = torch.tensor(sum(counts), dtype=torch.float64, device=world.device)
     dist.all_reduce(num_tokens)
     statistics, recorded, num_passes, is_whole = Statistics(data_hashes=[data_hash]), set(), 0, False
     while not is_whole:
         recorder = Recorder(packed_model, patterns, recorded=recorded, room=find_room(world))
         with recorder.watch():
-            for micro_batch, recorder.counting in zip(batch.micro_batches, counts, strict=True):
+            for micro_batch, recorder.num_counted in zip(batch.micro_batches, counts, strict=True):
+                recorder.row = micro_batch.row
                 packed_model.hidden_states(micro_batch.to(world.device))
         num_passes, is_whole, recorded = num_passes + 1, not recorder.left_out, recorded | set(recorder.covariances)
         call_on_rank0(world, functools.partial(check_room, recorder.left_out))
@@ -210,6 +221,12 @@ def gather_statistics(
     return statistics
 
 
+def count_own(num_tokens: int, row: Row) -> int:
+    """How many of a row's first `num_tokens` tokens this rank's part of it has."""
+    length, first = row.input_ids.numel(), 0 if row.row_group is None else row.row_group.rank * row.input_ids.numel()
+    return min(max(0, num_tokens - first), length)
+
+
 class Recorder:
     """Sums up, in one pass over the data, the covariances of as many layers' inputs as there is room for."""
 
@@ -218,7 +235,9 @@ class Recorder:
         model = packed_model.model
         self.names = {module: name for name, module in model.named_modules()}
         self.layers = osft_subspaces.find_targets(model, find_blocks(model), patterns)
-        self.recorded, self.room, self.counting = recorded, room, True
+        self.recorded, self.room = recorded, room
+        self.row: Row | None = None  # this rank's part of a packed row, of whose tokens the first count
+        self.num_counted = 0
         self.covariances: dict[str, Tensor] = {}  # (in, in) fp64: sum of x x^T
         self.left_out: dict[str, int] = {}  # bytes of covariances for a later pass
         self.inputs: dict[str, str] = {}  # as in `Statistics`
@@ -248,9 +267,21 @@ class Recorder:
                 return
             self.room -= size
             self.covariances[name] = rows.new_zeros(rows.shape[-1], rows.shape[-1], dtype=torch.float64)
-        if self.counting:
-            rows = rows.double()
+        if self.num_counted:
+            rows = self.select(name, rows).double()
             self.covariances[name].addmm_(rows.T, rows)
+
+    def select(self, name: str, rows: Tensor) -> Tensor:
+        """The inputs (T, in) of tokens that count."""
+        length = self.row.input_ids.numel()
+        if len(rows) == length:
+            return rows[: self.num_counted]
+        if self.num_counted < length:
+            raise ValueError(
+                f"--osft-basis activations: {name} reads {len(rows)} inputs of a row's {length} tokens,"
+                f" {self.num_counted} of which are of samples, and does not say which: remove --context-parallel"
+            )
+        return rows
 
 
 def find_room(world: World) -> int:

@@ -1,0 +1,83 @@
+"""Weights that transformers keeps in fp32 in a bfloat16 model stay so in masters, compute and files (model.precision):
+a step at learning rate 0 changes no bit of a model's files, whatever computes it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import choose_auto_class, save_tiny_model
+from breadth import long
+from in_process import train_on
+from safetensors.torch import load_file
+from tiny_data import make_samples, write_samples
+from tiny_models import save_tokenizer
+from torch import Tensor
+from transformers import AutoConfig
+
+# Types that keep something in fp32: at least one parameter, or buffers only.
+TYPES = [
+    "bailing_hybrid", "beam", "deepseek_v4", "ernie4_5_moe", "flint", "hy_v4", "inkling2_text", "inkling_text",
+    "axk1", "axk2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "exaone_moe", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "kolibri1", "mimo_v2_flash", "nemotron_h", "solar_open",
+    "glm4v_moe", "inkling_mm_model", "kimi_k25", "mistral_large4",
+]  # fmt: skip
+CHANGES = {"mistral_large4": {"image_token_index": 127}}  # which the data does not have
+SHORT = TYPES[:6]
+METHOD_OPTIONS = {
+    "full": {},
+    "lora": dict(lora=True, lora_rank=4, lora_export="merged"),
+    "osft": dict(osft=True, osft_unfreeze_rank_ratio=0.5),
+}
+# Types of the files and of computation, and ranks.
+WAYS = [("bfloat16", "bfloat16", 2), ("float32", "bfloat16", 1), ("bfloat16", "float32", 1)]
+CASES = [
+    (kind, method, WAYS[(i + j) % len(WAYS)])
+    for i, kind in enumerate(TYPES)
+    for j, method in enumerate(METHOD_OPTIONS)
+    if (kind, method) != ("nemotron_h", "lora")  # peft refuses its out_proj
+]
+IN_SHORT = {(kind, tuple(METHOD_OPTIONS)[i % 3]) for i, kind in enumerate(SHORT)}
+
+
+def write_model(kind: str, path: Path, *, dtype: str = "bfloat16") -> Path:
+    """A random model as transformers writes one of this type."""
+    save_tiny_model(kind, path / "fp32", changes=CHANGES.get(kind))
+    auto_class = choose_auto_class(AutoConfig.from_pretrained(path / "fp32"))
+    auto_class.from_pretrained(path / "fp32", dtype=getattr(torch, dtype)).save_pretrained(path / dtype)
+    return save_tokenizer(path / dtype)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def train_a_step(world, model: Path, *, num_ranks: int = 1, **options: object) -> dict[str, Tensor]:
+    """The weights of the export after a step at learning rate 0."""
+    root = model.parent
+    data = write_samples(root / "data.arrow", make_samples(16, vocab_size=100, max_len=60))
+    train_on(
+        num_ranks, world, model_name_or_path=str(model), data_path=data, output_dir=root / "run", batch_size=4,
+        max_tokens_per_gpu=128, max_steps=1, learning_rate=0.0, **options,
+    )  # fmt: skip
+    return read_weights(root / "run" / "hf_format" / "samples_4")
+
+
+def find_changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+    def is_same(name: str) -> bool:
+        return before[name].dtype == after[name].dtype and torch.equal(before[name], after[name])
+
+    return {
+        name for name in before.keys() | after.keys() if not {name} <= before.keys() & after.keys() or not is_same(name)
+    }
+
+
+@pytest.mark.parametrize(("kind", "method", "way"), [case if case[:2] in IN_SHORT else long(*case) for case in CASES])
+def test_a_step_at_learning_rate_0_changes_no_bit_of_the_files(kind, method, way, world, tmp_path):
+    stored, compute, num_ranks = way
+    model = write_model(kind, tmp_path, dtype=stored)
+    options = METHOD_OPTIONS[method] | (dict(osft_cache_dir=tmp_path / "osft") if method == "osft" else {})
+    after = train_a_step(world, model, num_ranks=num_ranks, compute_dtype=compute, export_dtype=stored, **options)
+    before = read_weights(model)
+    assert not find_changed(before, after)
+    if stored == "bfloat16" and kind in TYPES[:8]:
+        assert torch.float32 in {value.dtype for value in before.values()}
