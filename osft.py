@@ -334,7 +334,7 @@ class OSFT(Method):
 
     def measure(self, dtype: torch.dtype) -> dict[str, float]:
         leak = measure_leak(self.layers, dtype)
-        if dtype != torch.float32 and not self.has_said_leak:
+        if leak > 0 and dtype != torch.float32 and not self.has_said_leak:
             self.has_said_leak, exact = True, measure_leak(self.layers)
             log.info(
                 f"OSFT: {leak:.1e} of the change in this export lies in kept directions, since its weights are rounded"
@@ -356,6 +356,8 @@ class OSFT(Method):
         return model_bytes + sum(4 * (layer.V_low.numel() + layer.num_left) for layer in self.layers)
 
     def describe(self) -> str:
+        if not self.layers:
+            return f"OSFT keeps all of {len(self.directions.targets)} layers, which do not train; everything else does"
         num_trained = sum(layer.coefficients.numel() for layer in self.layers)
         num_weights = sum(layer.base.numel() for layer in self.layers)
         trained = f"OSFT on {len(self.layers)} layers: {num_trained:,} trainable parameters instead of {num_weights:,}"

@@ -9,6 +9,7 @@ from architectures import choose_auto_class, save_tiny_model
 from breadth import long
 from in_process import train_on
 from safetensors.torch import load_file
+from small_runs import load_checkpoint
 from tiny_data import make_samples, write_samples
 from tiny_models import save_tokenizer
 from torch import Tensor
@@ -81,3 +82,57 @@ def test_a_step_at_learning_rate_0_changes_no_bit_of_the_files(kind, method, way
     assert not find_changed(before, after)
     if stored == "bfloat16" and kind in TYPES[:8]:
         assert torch.float32 in {value.dtype for value in before.values()}
+
+
+TRAINED = dict(batch_size=4, max_tokens_per_gpu=128, max_steps=3, learning_rate=1e-2, compute_dtype="bfloat16",
+               export_dtype="float32", checkpoint_every_steps=3)  # fmt: skip
+
+
+def train_some_steps(world, model: Path, name: str, *, num_ranks: int = 1, **options: object) -> dict[str, Tensor]:
+    """All tensors of the last checkpoint."""
+    root = model.parent
+    data = write_samples(root / "data.arrow", make_samples(16, vocab_size=100, max_len=60))
+    given = TRAINED | options
+    train_on(num_ranks, world, model_name_or_path=str(model), data_path=data, output_dir=root / name, **given)
+    return load_checkpoint(root / name / "checkpoints" / f"step_{given['max_steps']}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("flint", {}),
+        ("ernie4_5_moe", dict(optimizer="adamw8bit", master_weights="bfloat16")),
+        long("deepseek_v4", dict(activation_checkpointing="full", weight_average="ema")),
+        long("flint", dict(compile=True)),
+        long("flint", dict(lora=True, lora_modules_to_save=("gate",))),
+        long("bailing_hybrid", dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_train_others=True)),
+    ],
+)
+def test_one_rank_trains_them_to_the_same_bits_beside_fsdp(kind, options, world, tmp_path):
+    if "osft" in options:
+        options = options | dict(osft_cache_dir=tmp_path / "osft")
+    model = write_model(kind, tmp_path)
+    whole, beside = (
+        train_some_steps(world, model, name, reshard_after_forward=name, **options) for name in ("auto", "always")
+    )
+    assert whole.keys() == beside.keys()
+    assert not [name for name, value in whole.items() if not torch.equal(value, beside[name])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(num_ranks=2),
+        long(dict(num_ranks=2, cpu_offload=True)),
+        long(dict(num_ranks=4, sharding="hybrid", shard_size=2)),
+    ],
+)
+def test_their_gradients_are_summed_over_ranks(layout, world, tmp_path):
+    model = write_model("ernie4_5_moe", tmp_path)
+    once = dict(max_steps=1, checkpoint_every_steps=1)
+    alone, shared = (train_some_steps(world, model, f"{i}", **once, **o) for i, o in enumerate(({}, layout)))
+    names = [name for name in alone if "mlp.gate.weight" in name and "exp_avg" in name and "sq" not in name]
+    assert names
+    for name in names:
+        assert (shared[name] - alone[name]).norm() <= 2e-2 * alone[name].norm(), name

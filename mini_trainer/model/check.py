@@ -128,8 +128,8 @@ def check_packing(
 
 def draw_sequences(model: PreTrainedModel, random: np.random.Generator) -> list[np.ndarray]:
     """Draws three short sequences of random text tokens (no image placeholders)."""
-    vocab_size = text_tower.text_config(model.config).vocab_size
-    texts = np.setdiff1d(np.arange(vocab_size), list(text_tower.find_placeholders(model.config)))
+    ids = np.arange(text_tower.count_logits(model.config))
+    texts = np.setdiff1d(ids, list(text_tower.find_placeholders(model.config)))
     return [texts[random.integers(0, len(texts), length)] for length in (11, 16, 9)]
 
 
@@ -160,6 +160,11 @@ def check_windows(packed_model: PackedModel, micro_batch: MicroBatch) -> None:
     text_tower.set_attention(model, "packed_recording")
     packed_model.hidden_states(micro_batch)
     text_tower.set_attention(model, backend)
+    if 0 in windows:
+        raise ValueError(
+            f"model type {model.config.model_type!r} cannot be trained here: its layers have a sliding window of 0"
+            " tokens, none at all: set sliding_window in config.json to null for attention to all tokens"
+        )
     num_seen = sum(window is not None for window in windows)
     if getattr(config, "layer_types", None) is not None:
         num_declared = config.layer_types.count("sliding_attention")

@@ -24,7 +24,7 @@ from mini_trainer.model.config import check_rope, choose_tokenizer, load_config,
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import open_optimizer
 from mini_trainer.objectives import objective
-from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.objectives.families.text_tower import count_logits, text_config
 from mini_trainer.options import (
     DataOptions,
     EndOptions,
@@ -273,7 +273,7 @@ def open_model(inputs: RunInputs) -> None:
     for part in (text_config(config), *([config] if hasattr(config, "vocab_size") else [])):
         part.vocab_size = vocab_size
     for mixture in mixtures:
-        mixture.vocab_size = vocab_size
+        mixture.vocab_size = count_logits(config)
     if inputs.tokenizer is None:
         return
     for sidecar in filter(None, reversed(inputs.sidecars)):  # reversed, so that the first sidecar's token ends up first

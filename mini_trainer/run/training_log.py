@@ -80,8 +80,15 @@ class TrainingLog(Sink):
 
     def __init__(self, sinks: list[Sink]):
         self.sinks = sinks
+        self.has_warned = False  # of a batch without targets
 
     def write(self, metrics: dict[str, Any]) -> None:
+        if metrics["num_loss_counted_tokens"] == 0 and not self.has_warned:
+            self.has_warned = True
+            log.warning(
+                f"warning: in the {metrics['num_samples']} samples of step {metrics['step']} nothing is trained: its"
+                " loss and gradient are 0 (only the first such step is reported)"
+            )
         for sink in self.sinks:
             sink.write(metrics)
 

@@ -11,6 +11,7 @@ same command is started again, on any number of processes.
 from pathlib import Path
 
 from mini_trainer.distributed.process import pause_collector, resume_collector
+from mini_trainer.objectives.families.text_tower import count_logits
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import ScoreDataOptions
 
@@ -185,7 +186,7 @@ def hash_teacher(identity: dict[str, Any]) -> str:
 def count_ids(found: FoundModel, read: Sequence[Mixture]) -> int:
     """Rows of the head that stand for tokens of the tokenizer or the data; those after them are padding."""
     largest = max((data.sources[0].sidecar or {}).get("max_token_id", 0) for data in read)
-    return min(max(len(found.tokenizer), largest + 1), found.config.get_text_config(decoder=True).vocab_size)
+    return min(max(len(found.tokenizer), largest + 1), count_logits(found.config))
 
 
 class ServerScorer:
@@ -337,7 +338,7 @@ def check_data(data: Mixture, found: FoundModel) -> None:
             f"{source.path}: was made with a chat template other than {name}'s, which does not know this format:"
             f" tokenize it with that template, or give rows for the teacher with --teacher-data"
         )
-    data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
+    data.vocab_size = count_logits(found.config)
     check_rope(found.config, longest=data.longest)
 
 

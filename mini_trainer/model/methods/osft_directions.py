@@ -28,7 +28,7 @@ from mini_trainer.model.method import MetaModel
 from mini_trainer.model.methods import osft_subspaces
 from mini_trainer.model.weights import Reader, find_types
 from mini_trainer.objectives.families.family import Family, Row
-from mini_trainer.objectives.families.text_tower import find_blocks, text_config
+from mini_trainer.objectives.families.text_tower import count_logits, find_blocks
 from mini_trainer.objectives.objective import PackedModel, Unlabeled
 from mini_trainer.options import DataOptions, OSFTOptions
 from mini_trainer.options.reading import check_regular
@@ -152,7 +152,7 @@ def prepare_statistics(
         return statistics
     # Compute the data's statistics, and add them to the file.
     model, mixture = build_plain(), Mixture([data])
-    data.vocab_size = text_config(model.model.config).vocab_size
+    data.vocab_size = count_logits(model.model.config)
     foreign = list(family.list_foreign(model.model.config))
     if foreign and mixture.find_tokens(foreign) is not None:
         raise ValueError(

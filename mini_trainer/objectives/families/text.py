@@ -144,6 +144,7 @@ class TextRowModel(family.RowModel):
         self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
         self.logit_scale /= getattr(config, "logits_mup_width_multiplier", None) or 1.0
         self.logit_scale *= getattr(config, "output_multiplier", None) or 1.0
+        self.num_logits = getattr(config, "unpadded_vocab_size", None)  # Inkling: its logits end there
         self.transform = find_head_transform(model)
         is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
         self.chunk_size = config.attention_chunk_size if is_chunked else None
@@ -184,7 +185,10 @@ class TextRowModel(family.RowModel):
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
         head = self.model.get_output_embeddings()
-        return Projection(hidden.to(head.weight.dtype), head.weight, head.bias, self.softcap)
+        weight, bias = head.weight, head.bias
+        if self.num_logits is not None:
+            weight, bias = weight[: self.num_logits], None if bias is None else bias[: self.num_logits]
+        return Projection(hidden.to(weight.dtype), weight, bias, self.softcap)
 
     def transform_hidden(self, hidden: Tensor) -> Tensor:  # (N, H) -> (N, H')
         """Applies the head's transform (BERT) before its projection."""

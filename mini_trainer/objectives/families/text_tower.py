@@ -23,6 +23,12 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config if type(text) is type(config) else text
 
 
+def count_logits(config: PreTrainedConfig) -> int:
+    """Number of token ids that the model gives logits of: not of rows that pad its vocabulary, where it says so."""
+    text = text_config(config)
+    return min(text.vocab_size, getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
+
+
 def is_multimodal(config: PreTrainedConfig) -> bool:
     """Whether the config describes more than a language model."""
     return text_config(config) is not config

@@ -26,6 +26,7 @@ from mini_trainer.model.method import Full
 from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.objectives.classes import PROBLEM_TYPES
 from mini_trainer.objectives.families.family import check_positions
+from mini_trainer.objectives.families.text_tower import count_logits
 from mini_trainer.objectives.objective import Objective, ObjectiveSettings, PackedModel, make_family, make_objective
 from mini_trainer.objectives.rewards import REWARD
 from mini_trainer.options import ComputeOptions, PreferenceOptions, ShardingOptions
@@ -98,7 +99,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
         raise ValueError(f"--model {found.name}: {obstacle}")
     if found.classifies is not None:
         check_labels(data, found, objective)
-    data.vocab_size = found.config.get_text_config(decoder=True).vocab_size
+    data.vocab_size = count_logits(found.config)
     check_rope(found.config, longest=data.longest_sequence)
 
 
