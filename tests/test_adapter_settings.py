@@ -106,6 +106,34 @@ def test_a_tied_models_own_adapter_is_read_again(world, tmp_path):
     torch.testing.assert_close(merge(inputs, first / "adapter", tmp_path / "merged", world), expected)
 
 
+def test_copies_of_a_tied_weight_that_differ_are_refused(world, tmp_path):
+    inputs, adapter = make_inputs(tmp_path, "qwen3"), tmp_path / "given"
+    given = dict(lora_adapter=str(adapter), lora_rank=None, lora_alpha=None, learning_rate=0.0, max_steps=1)
+    for wholes in (["embed_tokens", "lm_head"], ["lm_head"]):  # the second leaves the embedding as it was
+        make_adapter(inputs, adapter, modules_to_save=wholes)
+        with pytest.raises(RunError, match=r"another copy of .*tie_word_embeddings: false"):
+            train(world, inputs, tmp_path / "run", **given)
+        with pytest.raises(RunError, match=r"another copy of .*tie_word_embeddings: false"):
+            merge(inputs, adapter, tmp_path / "merged", world)
+
+
+@pytest.mark.parametrize("wholes", [("embed_tokens",), long(("lm_head",)), ("embed_tokens", "lm_head")])
+def test_peft_goes_on_with_a_tied_models_adapter_and_so_do_we_with_pefts(wholes, world, tmp_path):
+    inputs = make_inputs(tmp_path, "qwen3")
+    export = train(world, inputs, tmp_path / "run", lora_modules_to_save=wholes)
+    model = load_with_adapter(inputs, export / "adapter")
+    trained = {id(param): param.numel() for param in model.parameters() if param.requires_grad}
+    ours = {name: value for name, value in load_file(export / "adapter" / "adapter_model.safetensors").items()}
+    assert sum(trained.values()) == sum(value.numel() for name, value in ours.items() if "lm_head" not in name)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param += 0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path / "by_peft")
+    again = merge(inputs, tmp_path / "by_peft", tmp_path / "merged", world)
+    torch.testing.assert_close(again, logits_of(model), rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_an_adapter_beside_changed_weights_is_refused_and_peft_computes_it(init, world, tmp_path):
     inputs, adapter = make_inputs(tmp_path, "llama"), tmp_path / "given"

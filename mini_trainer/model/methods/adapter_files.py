@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -105,6 +106,11 @@ FOLLOWED_BY = {"here": FOLLOWED, "peft": FOLLOWED | BY_PEFT, "vllm": FOLLOWED - 
 
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # which leave the base's weights as they are
 REPEATABLE_INITS = ("pissa", "olora")  # repeated exactly by peft on the base when it loads the adapter
+
+TIED = (
+    "the base ties its head to its embedding, and the adapter has trained them apart; save a base with"
+    " tie_word_embeddings: false, or merge the adapter with peft"
+)
 
 CONVERSION = (
     "convert it to an ordinary adapter with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
@@ -319,9 +325,10 @@ def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> N
 
 
 def read_adapter(
-    directory: Path, meta: "MetaModel", saved_names: dict[str, str], *, new: Collection[str]
+    directory: Path, meta: "MetaModel", saved_names: dict[str, str], *, new: Collection[str], ties: bool
 ) -> dict[str, Reader]:
-    """Returns a reader for each trained parameter that the adapter holds; `saved_names` has their names in the file.
+    """Returns a reader for each trained parameter that the adapter holds; `saved_names` has their names in the file,
+    several for a parameter of tied modules, which share it in the adapter's own model too if it `ties` them.
 
     Parameters in `new` may be missing, and a head may be for other labels: these start as without the adapter. Rows of
     added tokens are appended to embeddings and heads. ValueError if the file holds other names or shapes.
@@ -339,7 +346,10 @@ def read_adapter(
     heads = tuple(f"{PREFIX}{name}." for name in meta.family.find_head(model))
     of_labels = {key for key in wrong if key.startswith(heads)}
     grown = {key for key in wrong - of_labels if is_grown(key, stored[key], wanted[key], model)}
-    missing = {key for key in wanted.keys() - stored.keys() if saved_names[key] not in new}
+    held = {saved_names[key] for key in wanted.keys() & stored.keys()}
+    missing = {key for key in wanted.keys() - stored.keys() if saved_names[key] not in {*new, *(held if ties else ())}}
+    if apart := sorted(key for key in missing if saved_names[key] in held):
+        raise ValueError(f"adapter {directory}: holds another copy of {apart[0]}, which it leaves as it was: {TIED}")
     unknown, wrong = stored.keys() - wanted.keys() - unused, sorted(wrong - of_labels - grown)
     problems = [
         *(f"{len(found)} {kind}, such as {min(found)}" for kind, found in
@@ -352,10 +362,14 @@ def read_adapter(
         for key in sorted(keys):
             log.info(f"adapter {directory}: {key} {what}, and is left out")
     readers: dict[str, Reader] = {}
-    for saved in wanted.keys() & stored.keys() - of_labels:
+    for saved, name in saved_names.items():
+        if saved not in stored or saved in of_labels:
+            continue
         read = functools.partial(read_finite, path, saved)
-        is_short = saved in grown
-        readers[saved_names[saved]] = functools.partial(grow_rows, read, wanted[saved][0]) if is_short else read
+        read = functools.partial(grow_rows, read, wanted[saved][0]) if saved in grown else read
+        if name in readers and not torch.equal(readers[name](), read()):
+            raise ValueError(f"adapter {directory}: holds another copy of {saved} too: {TIED}")
+        readers[name] = read
     return readers
 
 

@@ -105,7 +105,9 @@ class LoRA(Method):
             initial = lora_layers.make_initial(layers, self.merger.read_base, seed=self.seed)
             if self.path is not None:
                 adapter_files.check_base(self.path, self.given, self.base)
-                initial |= adapter_files.read_adapter(self.path, meta, self.saved_names, new=self.targets.new)
+                initial |= adapter_files.read_adapter(
+                    self.path, meta, self.saved_names, new=self.targets.new, ties=self.given.ensure_weight_tying
+                )
             for name, own_name in renamed.items():
                 if own_name in readers:
                     readers[name] = readers.pop(own_name)

@@ -241,10 +241,9 @@ def make_config(
 
 
 def is_tied(model: PreTrainedModel, in_full: list[str]) -> bool:
-    """Whether one of the modules `in_full` shares parameters with a module outside."""
-    held = {id(param) for name in in_full for param in model.get_submodule(name).parameters()}
-    owners = [name for name, module in model.named_modules() if held & {id(p) for p in module._parameters.values()}]
-    return any(not name.startswith(tuple(in_full)) for name in owners)
+    """Whether one of the modules `in_full` shares parameters with another module."""
+    held = [id(param) for _, param in model.named_parameters(remove_duplicate=False)]
+    return any(held.count(id(param)) > 1 for name in in_full for param in model.get_submodule(name).parameters())
 
 
 def shorten(chosen: list[str], names: list[str], length: int = 1) -> list[str]:
