@@ -8,12 +8,16 @@ import torch
 from architectures import choose_auto_class, save_tiny_model
 from breadth import long
 from in_process import train_on
+from recorded import RELEASES, find_signature
 from safetensors.torch import load_file
 from small_runs import load_checkpoint
 from tiny_data import make_samples, write_samples
-from tiny_models import save_tokenizer
+from tiny_models import build, check, save_tokenizer
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
+
+from mini_trainer.model.precision import choose_types
+from mini_trainer.model.whole_weights import KeptWeights
 
 # Types that keep something in fp32: at least one parameter, or buffers only.
 TYPES = [
@@ -136,3 +140,49 @@ def test_their_gradients_are_summed_over_ranks(layout, world, tmp_path):
     assert names
     for name in names:
         assert (shared[name] - alone[name]).norm() <= 2e-2 * alone[name].norm(), name
+
+
+def test_the_start_up_check_refuses_other_types_and_other_experts(world, tmp_path, monkeypatch):
+    path = write_model("ernie4_5_moe", tmp_path)
+    model = build(path, world, dtype=torch.bfloat16, reshard_after_forward="always")
+    check(model, world)
+    monkeypatch.setattr(model, "kept", frozenset())
+    with pytest.raises(ValueError, match=r"mlp\.gate\.weight computes in torch\.float32, .*in torch\.bfloat16"):
+        check(model, world)
+    monkeypatch.undo()
+    model.placed_weights.free()
+    fill = KeptWeights._fill
+
+    def fill_wrongly(weights: KeptWeights) -> None:
+        fill(weights)
+        for _, weight in weights.pairs.values():
+            weight.data.copy_(weight.data.flip(0))
+
+    monkeypatch.setattr(KeptWeights, "_fill", fill_wrongly)
+    with pytest.raises(ValueError, match=r"its routers send \d+ of \d+ tokens to other experts"):
+        check(model, world)
+
+
+def test_a_version_of_transformers_that_does_not_say_is_refused(world, tmp_path, monkeypatch):
+    path = write_model("ernie4_5_moe", tmp_path)
+    monkeypatch.delattr(PreTrainedModel, "_get_dtype_plan")
+    with pytest.raises(ValueError, match=r"transformers .* does not say which weights stay in float32"):
+        build(path, world)
+
+
+def test_the_private_functions_take_what_they_are_given_in_every_release():
+    loading, models = "transformers.core_model_loading", "transformers.modeling_utils.PreTrainedModel"
+    for release in RELEASES["transformers"]:
+        find_signature("transformers", f"{models}._get_dtype_plan", release).bind(None, torch.bfloat16)
+        find_signature("transformers", f"{loading}.build_glob_alternation", release).bind(["gate.weight"])
+
+
+def test_types_are_those_of_transformers_own_loader(tmp_path):
+    """In the type of a model's files, and in one that it has not."""
+    for kind in ("flint", "hy_v4"):
+        path = write_model(kind, tmp_path / kind, dtype="float32")
+        auto_class = choose_auto_class(AutoConfig.from_pretrained(path))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            params = dict(auto_class.from_pretrained(path, dtype=dtype).named_parameters())
+            model = auto_class.from_pretrained(path, dtype=torch.float32)
+            assert choose_types(model, params, dtype) == {name: param.dtype for name, param in params.items()}

@@ -17,6 +17,7 @@ from mini_trainer.distributed.world import World, sum_parts
 from mini_trainer.model.attention import OWN
 from mini_trainer.model.blocks import find_mixers
 from mini_trainer.model.sharding import reshard
+from mini_trainer.model.types_check import check_types, watched
 from mini_trainer.objectives.families import text_tower
 from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.objective import Objective, PackedModel
@@ -78,10 +79,12 @@ def check_packing(
     # No sequence changes when the others do.
     try:
         packed = pack(sequences)
-        hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
+        with watched(packed_model) as seen:
+            hidden = split_rows(packed_model.hidden_states(packed), packed)[: len(sequences)]
     except Exception as error:  # models may raise anything when they make masks and positions
         words = str(error) or type(error).__name__
         raise ValueError(f"{refused}its forward pass fails on a packed row: {words}") from error
+    check_types(packed_model, seen, refused=refused, world=world)
     for i in range(len(sequences)):
         changed = [s if j == i else other for j, (s, other) in enumerate(zip(sequences, others, strict=True))]
         others_changed = pack(changed)
