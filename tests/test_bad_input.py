@@ -101,6 +101,15 @@ def test_a_bad_row_that_only_one_rank_reads_ends_all_ranks(num_ranks, inputs, tm
     assert time.monotonic() - start < 80  # not the process group's time-out of an hour
 
 
+def test_a_step_without_a_trained_token_is_said_once(inputs, tmp_path):
+    made = make_samples(8, vocab_size=VOCAB_SIZE)
+    samples = [(ids, labels if i % 2 else [-100] * len(ids)) for i, (ids, labels) in enumerate(made)]
+    data = write_samples(tmp_path / "data.arrow", samples)
+    result = train(inputs | dict(data_path=data), tmp_path / "run", num_ranks=0, batch_size=1, max_steps=8)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("nothing is trained") == 1
+
+
 @pytest.mark.long
 def test_a_batch_smaller_than_the_number_of_ranks_trains(inputs, tmp_path):
     result = train(inputs, tmp_path / "run", num_ranks=3, batch_size=2)

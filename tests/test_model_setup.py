@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from architectures import save_tiny_model
 from breadth import long
 from hand_made import pack_samples
 from small_runs import full_gradients
@@ -44,6 +45,7 @@ from mini_trainer.model.config import check_rope
 from mini_trainer.model.sharding import choose_dim
 from mini_trainer.objectives.families.family import ReferenceForward, Targets
 from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.families.text_tower import count_logits
 from mini_trainer.objectives.next_tokens import TokenLoss
 
 LENGTHS = (13, 1, 22, 7)
@@ -263,6 +265,22 @@ def test_the_check_finds_a_window_that_does_not_arrive(world, tmp_path):
     model.model.config.layer_types = ["sliding_attention", "sliding_attention", "sliding_attention"]
     with pytest.raises(ValueError, match=r"3 layers .*2 use"):
         check(model, world)
+
+
+def test_a_window_of_no_tokens_is_refused_by_that(world, tmp_path):
+    save_tiny_model("mistral", tmp_path, changes=dict(sliding_window=0))
+    model = build(tmp_path, world)
+    with pytest.raises(ValueError, match=r"sliding window of 0 tokens.*null"):
+        check(model, world)
+
+
+@pytest.mark.parametrize("kind", ["inkling_text", long("inkling2_text")])
+def test_logits_end_where_the_model_cuts_them_off(kind, world, tmp_path):
+    save_tiny_model(kind, tmp_path, changes=dict(unpadded_vocab_size=101))
+    model = build(tmp_path, world)
+    check(model, world)
+    assert model.row_model.project(torch.zeros(1, 64)).weight.shape[0] == 101
+    assert count_logits(model.model.config) == 101
 
 
 def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_path):

@@ -611,6 +611,13 @@ def test_statistics_of_two_tasks_are_added_once_each(world, tmp_path):
             watch(path, world, None, statistics_file=bad)
 
 
+def test_a_run_that_keeps_all_directions_says_what_trains(world, tmp_path):
+    path = save_model(FAMILIES["llama"], tmp_path / "model")
+    method = settings(tmp_path, 0.0, train_others=True)
+    build(path, world, method=method)
+    assert method.describe() == "OSFT keeps all of 14 layers, which do not train; everything else does"
+
+
 def test_data_of_another_tokenizer_is_refused_before_the_model_loads(world, tmp_path):
     model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     data = write_samples(tmp_path / "data.arrow", make_samples(12, vocab_size=VOCAB_SIZE))

@@ -28,11 +28,18 @@ LEAK = 1e-5
 STEPS = 5
 KINDS = {  # the options of three tasks
     "weights": [dict(osft_unfreeze_rank_ratio=ratio, learning_rate=5e-2) for ratio in (0.6, 0.5, 0.4)],
+    "weights, bf16": [
+        dict(osft_unfreeze_rank_ratio=ratio, learning_rate=5e-2, compute_dtype="bfloat16") for ratio in (0.6, 0.5, 0.4)
+    ],
     "activations": [
         dict(osft_basis="activations", osft_unfreeze_rank_ratio=ratio) for ratio in (0.75, 0.5, 0.25)
     ],
     "energy": [dict(osft_basis="activations", osft_keep_energy=0.8)] * 3,
 }  # fmt: skip
+
+
+def is_by_activations(kind: str) -> bool:
+    return "osft_basis" in KINDS[kind][0]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,7 @@ def inputs(tmp_path_factory) -> Path:
 def options_of(task: int, kind: str, inputs: Path, model: Path, **changes: object) -> dict:
     """The options of the run that learns task 1, 2 or 3 from `model`."""
     own = KINDS[kind][task - 1]
-    if kind != "weights":
+    if is_by_activations(kind):
         own = own | dict(osft_calibration_data=inputs / f"task_{task - 1}.arrow")
     return dict(
         model_name_or_path=model, data_path=inputs / f"task_{task}.arrow", batch_size=9, max_tokens_per_gpu=45,
@@ -78,7 +85,7 @@ def chain(world, inputs, tmp_path_factory) -> Callable[[str, str, int], list[Pat
         known = exports.setdefault((family, kind), [inputs / family])
         for task in range(len(known), num_tasks + 1):
             given = options_of(task, kind, inputs, known[-1], osft_bases=bases_of(known[-1]) if task > 1 else "new")
-            if kind != "weights":
+            if is_by_activations(kind):
                 given["osft_statistics"] = root / f"{family}_{kind}_{task}.safetensors"  # of this task's data alone
             known.append(run(world, root / f"{family}_{kind}_{task}", **given))
         return known[: num_tasks + 1]
@@ -109,7 +116,7 @@ def is_transposed(family: str, kind: str, export: Path, name: str) -> bool:
     rows, columns = load_file(export / "model.safetensors")[f"{name}.weight"].shape
     is_conv1d = family == "gpt2"
     inputs_, outputs = (rows, columns) if is_conv1d else (columns, rows)
-    on_input = kind != "weights" or inputs_ <= outputs
+    on_input = is_by_activations(kind) or inputs_ <= outputs
     return is_conv1d == on_input
 
 
@@ -135,6 +142,7 @@ def measure_leaks(exports: list[Path], *, family: str, kind: str) -> list[float]
     ("family", "kind"),
     [
         long("llama_tied_bias", "weights"),
+        long("llama_tied_bias", "weights, bf16"),
         wide("llama_tied_bias", "activations"),
         long("gpt2", "energy"),
         wide("gpt2", "weights"),

@@ -3,9 +3,8 @@
 Optimizers, methods, checkpoints and exports see the masters, DTensors as FSDP2 makes them; a forward pass puts weights
 of the compute type in their place, and the last backward of a step puts the masters back, with their gradients.
 
-A model that one rank holds as a whole has no FSDP (`WholeWeights`). Beside FSDP2, which gives a
-group of parameters one type, those that compute in fp32 whatever the others do are gathered once a step
-(`KeptWeights`).
+A model that one rank holds as a whole has no FSDP (`WholeWeights`). Beside FSDP2, which gives a group of parameters one
+type, those that compute in fp32 whatever the others do are gathered once a step (`KeptWeights`).
 """
 
 from collections.abc import Callable, Collection
@@ -208,9 +207,10 @@ class KeptWeights(PlacedWeights):
         dist.reduce_scatter_tensor(mine, rows.view(-1), group=self.mesh.get_group(self.mesh.ndim - 1))
         if self.mesh.ndim > 1:
             dist.all_reduce(mine, group=self.mesh.get_group(0))
-        for master, weight in trained:
+        has_gradient = (mine[[self.spans[weight].stop for _, weight in trained]] > 0).tolist()  # on some rank; one sync
+        for (master, weight), has in zip(trained, has_gradient, strict=True):
             span, local = self.spans[weight], master.detach().to_local()
-            if mine[span.stop] > 0:  # on some rank
+            if has:
                 own = mine[span.start :][: local.numel()].view_as(local).to(local.device, master.dtype)
                 master.grad = as_master(own, master)
 
