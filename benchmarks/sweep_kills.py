@@ -7,8 +7,7 @@ A random search of 12 runs over learning rate, batch size and schedule, on the q
 at a time. SIGKILL hits the sweep, a trial, or the sweep and all its trials, in turn, at random moments while trials
 train; trials whose sweep is gone have to end by themselves. Then the table of trials, the winner,
 and the metrics and validations of every run (without times) must be the same, to the bit; sweeps are run until there
-were enough kills. --forked spares all processes Python's imports, as the tests do: then a killed sweep takes its trials
-with it, and kills come at any moment, not only while trials train. Exits with 1, and keeps the directory, if not.
+were enough kills. Exits with 1, and keeps the directory, if not.
 """
 
 import argparse
@@ -30,7 +29,6 @@ import paths
 ROOT = paths.ROOT
 
 import yaml
-from fork_server import share_server, start_server, use_server
 from processes import ENV, is_alive, list_children
 
 TIMES = ("seconds", "time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second",
@@ -80,52 +78,6 @@ def make_settings(root: Path, *, num_steps: int) -> Path:
     return path
 
 
-class ForkedSweep:
-    """A sweep without Python's imports, whose trials have none either; as a process of subprocess.Popen."""
-
-    def __init__(self, settings: Path):
-        arguments = (settings, settings.parent / "sweep.log", share_server())
-        self.process = start_server().Process(target=drive, args=arguments)
-        self.process.start()
-        self.pid, self.root = self.process.pid, settings.parent / "sweep"
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def wait(self) -> int:
-        self.process.join()
-        return self.process.exitcode
-
-    def list_trials(self) -> list[int]:
-        """The processes that hold the locks of trials."""
-        found = [read_pid(path) for path in self.root.glob("trial_*/run/.lock")]
-        return [pid for pid in found if pid is not None and is_alive(pid)]
-
-
-def read_pid(lock: Path) -> int | None:
-    try:
-        return json.loads(lock.read_text())["pid"]
-    except (OSError, ValueError):
-        return None
-
-
-def drive(settings: Path, log: Path, shared: dict[str, str]) -> None:
-    """In a forked process: runs the sweep as mini-trainer sweep does, with forked trials."""
-    use_server(shared)
-    from sweep_runs import ForkedPool
-
-    from mini_trainer.options.tools import SweepOptions
-    from mini_trainer.run.stages import ending_experiment
-
-    for number in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
-    from mini_trainer.tools.sweep import __main__ as program
-
-    program.Pool = ForkedPool
-    with ending_experiment():
-        program.sweep(SweepOptions(config_file=str(settings)))
-
-
 def start(settings: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "mini_trainer", "sweep", str(settings)]
     with (settings.parent / "sweep.log").open("a") as log:
@@ -158,35 +110,16 @@ def kill(sweep: subprocess.Popen, root: Path, target: str, rng: random.Random, m
     return f"{target} killed with {len(trials)} trials running, after {count_steps(root)} steps in all"
 
 
-def kill_forked(sweep: ForkedSweep, target: str, rng: random.Random, most_seconds: float) -> str | None:
-    """Waits for a random time, and kills; returns what was hit, None if it had ended."""
-    seconds = rng.uniform(0.5, most_seconds)
-    sweep.process.join(seconds)
-    trials = sweep.list_trials()
-    if sweep.poll() is not None:
-        return None
-    target = target if trials else "sweep"
-    for pid in trials[:1] if target == "trial" else [sweep.pid]:
-        os.kill(pid, signal.SIGKILL)
-    if target != "trial":
-        sweep.wait()
-    return f"{target} killed with {len(trials)} trials running, {seconds:.1f} s after the last"
-
-
 def run(root: Path, kills: range, rng: random.Random, options: argparse.Namespace) -> int:
     """Runs the sweep to its end through at most so many kills; returns the number of the last one."""
-    begin = ForkedSweep if options.forked else start
-    sweep, number = begin(root / "sweep.yaml"), kills.start
+    sweep, number = start(root / "sweep.yaml"), kills.start
     while number < kills.stop:
         target = TARGETS[number % len(TARGETS)]
-        if options.forked:
-            said = kill_forked(sweep, target, rng, options.most_seconds)
-        else:
-            said = kill(sweep, root, target, rng, options.most_steps)
+        said = kill(sweep, root, target, rng, options.most_steps)
         if said is None:
             break
         if sweep.poll() is not None:
-            sweep = begin(root / "sweep.yaml")
+            sweep = start(root / "sweep.yaml")
         number += 1
         say(f"kill {number}: {said}")
     if sweep.wait() != 0:
@@ -223,8 +156,6 @@ def main() -> None:
     parser.add_argument("--num-kills", type=int, default=3)
     parser.add_argument("--num-steps", type=int, default=90, help="of a whole run")
     parser.add_argument("--most-steps", type=int, default=40, help="of all trials between two kills")
-    parser.add_argument("--forked", action="store_true", help="spare processes Python's imports")
-    parser.add_argument("--most-seconds", type=float, default=8.0, help="between two kills, with --forked")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="sweep_kills_"))

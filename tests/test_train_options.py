@@ -207,7 +207,7 @@ EFFECTS = {
     ),
     "osft": (
         dict(osft=True, osft_unfreeze_rank_ratio=0.5),
-        lambda r, b: 0 < r.rows[-1]["osft_leak"] < 1e-5 and "osft_leak" not in b.rows[-1],
+        lambda r, b: 0 < r.rows[-1]["osft_leak"] < 1 and "osft_leak" not in b.rows[-1],
     ),
     "osft_unfreeze_rank_ratio": (
         dict(osft=True, osft_unfreeze_rank_ratio=1.0),

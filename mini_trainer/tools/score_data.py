@@ -11,7 +11,6 @@ same command is started again, on any number of processes.
 from pathlib import Path
 
 from mini_trainer.distributed.process import pause_collector, resume_collector
-from mini_trainer.objectives.families.text_tower import count_logits
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import ScoreDataOptions
 
@@ -47,6 +46,7 @@ from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.model.scoring.score_files import ScoreIdentity, ScoreWriter, locate_scores
 from mini_trainer.objectives.families.family import check_positions
 from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.families.text_tower import count_logits
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type, make_records
 from mini_trainer.options import flatten_options
