@@ -7,7 +7,9 @@ import pytest
 import torch
 from architectures import choose_auto_class, save_tiny_model
 from breadth import long
+from forked import run_forked
 from in_process import train_on
+from processes import flags
 from recorded import RELEASES, find_signature
 from safetensors.torch import load_file
 from small_runs import load_checkpoint
@@ -140,6 +142,14 @@ def test_their_gradients_are_summed_over_ranks(layout, world, tmp_path):
     assert names
     for name in names:
         assert (shared[name] - alone[name]).norm() <= 2e-2 * alone[name].norm(), name
+
+
+@pytest.mark.slow
+def test_a_plan_for_many_ranks_reckons_with_them(tmp_path):
+    data = write_samples(tmp_path / "data.arrow", make_samples(16, vocab_size=100, max_len=60))
+    given = dict(model_name_or_path=write_model("flint", tmp_path), data_path=data, output_dir=tmp_path / "run")
+    done = run_forked(0, "train.py", *flags(**given, **TRAINED, dry_run=True, plan_for="8xH100"))
+    assert "memory of a rank, at the peak of its largest micro-batch" in done.stdout, done.stderr
 
 
 def test_the_start_up_check_refuses_other_types_and_other_experts(world, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -192,7 +193,8 @@ class KeptWeights(PlacedWeights):
 
     def _collect(self) -> None:
         trained = [(master, weight) for master, weight in self.pairs.values() if weight.requires_grad]
-        if all(weight.grad is None for _, weight in trained):
+        has_gradient = [weight.grad is not None for _, weight in trained]
+        if not any(has_gradient):
             return
         rows = torch.zeros(self.num_shards, self.width, device=self.device)
         for _, weight in trained:
@@ -207,7 +209,8 @@ class KeptWeights(PlacedWeights):
         dist.reduce_scatter_tensor(mine, rows.view(-1), group=self.mesh.get_group(self.mesh.ndim - 1))
         if self.mesh.ndim > 1:
             dist.all_reduce(mine, group=self.mesh.get_group(0))
-        has_gradient = (mine[[self.spans[weight].stop for _, weight in trained]] > 0).tolist()  # on some rank; one sync
+        if not isinstance(mine, FakeTensor):  # a plan's has no values; else one sync
+            has_gradient = (mine[[self.spans[weight].stop for _, weight in trained]] > 0).tolist()  # on any rank
         for (master, weight), has in zip(trained, has_gradient, strict=True):
             span, local = self.spans[weight], master.detach().to_local()
             if has:
