@@ -4,6 +4,7 @@ OMP_NUM_THREADS=1 python benchmarks/precision.py ../before > benchmarks/results/
 """
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -22,10 +23,14 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.families.text import choose_auto_class
 
 
-def run(tree: Path, model: Path, data: Path, root: Path) -> tuple[int, float]:
+def run(tree: Path, model: Path, data: Path, root: Path) -> tuple[int | str, float]:
     options = dict(batch_size=4, max_tokens_per_gpu=128, max_steps=1, learning_rate=0, compute_dtype="bfloat16")
-    given = flags(model_name_or_path=model, data_path=data, output_dir=root, **options)
-    subprocess.run([sys.executable, tree / "train.py", *given], capture_output=True, check=True)
+    for attention in ("eager", "auto"):  # transformers' own code, or the model's where that is all there is
+        given = flags(model_name_or_path=model, data_path=data, output_dir=root, attention=attention, **options)
+        if not subprocess.run([sys.executable, tree / "train.py", *given], capture_output=True).returncode:
+            break
+    else:
+        return "fails", math.nan
     changed = find_changed(read_weights(model), read_weights(root / "hf_format" / "samples_4"))
     return len(changed), json.loads((root / "training_metrics_0.jsonl").read_text())["loss"]
 
@@ -33,7 +38,8 @@ def run(tree: Path, model: Path, data: Path, root: Path) -> tuple[int, float]:
 @torch.no_grad()
 def compute_plainly(path: Path, data: Path) -> float:
     """The loss of all samples by transformers' own bfloat16 model, one at a time."""
-    model = choose_auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=torch.bfloat16).eval()
+    auto_class, how = choose_auto_class(AutoConfig.from_pretrained(path)), dict(attn_implementation="eager")
+    model = auto_class.from_pretrained(path, dtype=torch.bfloat16, **how).eval()
     rows, total = TokenizedData(str(data)), 0.0
     for row in range(len(rows.lengths)):
         ids, labels = (torch.tensor(rows.read(row)[name]).long() for name in ("input_ids", "labels"))
