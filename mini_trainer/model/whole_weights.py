@@ -22,6 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from mini_trainer.distributed.devices import memory_kind
 
+# torch 2.13's names, and those of torch 2.11, which 2.13 warns of.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class PlacedWeights:
     """Puts weights into the modules of a model, and the masters back."""
@@ -186,7 +190,7 @@ class KeptWeights(PlacedWeights):
             local = master.detach().to_local().flatten()
             mine[self.spans[weight].start :][: len(local)].copy_(local)
         rows = mine.new_empty(self.num_shards, self.width)
-        dist.all_gather_into_tensor(rows.view(-1), mine, group=self.mesh.get_group(self.mesh.ndim - 1))
+        all_gather(rows.view(-1), mine, group=self.mesh.get_group(self.mesh.ndim - 1))
         for _, weight in self.pairs.values():
             span = self.spans[weight]
             weight.detach().copy_(rows[:, span.start : span.stop].flatten()[: weight.numel()].view_as(weight))
@@ -206,7 +210,7 @@ class KeptWeights(PlacedWeights):
                 rows[:, span.stop] = 1
                 weight.grad = None
         mine = rows.new_empty(self.width)
-        dist.reduce_scatter_tensor(mine, rows.view(-1), group=self.mesh.get_group(self.mesh.ndim - 1))
+        reduce_scatter(mine, rows.view(-1), group=self.mesh.get_group(self.mesh.ndim - 1))
         if self.mesh.ndim > 1:
             dist.all_reduce(mine, group=self.mesh.get_group(0))
         if not isinstance(mine, FakeTensor):  # a plan's has no values; else one sync
