@@ -33,7 +33,7 @@ class MetaModel:
     source: ModelSource
     family: Family
     left_out: LeftOut = field(default_factory=LeftOut)  # parts of a multimodal model other than its text tower
-    kept: frozenset[nn.Parameter] = frozenset()  # what computes in fp32 whatever the others do (model.precision)
+    kept: frozenset[nn.Parameter] = frozenset()  # what computes in fp32 in a model of any type (model.precision)
     tiled: tuple[str, ...] = ()  # names of the modules to run on a tile of the row at a time
     replaced: "tuple[Replaced, ...]" = ()  # by liger-kernel
     compiled: "tuple[Compiled, ...]" = ()  # the blocks' forward methods, with --compile

@@ -1,6 +1,6 @@
 """Which parameters stay in fp32 in a bfloat16 model, as transformers says: routers' gates and biases, decay rates.
 
-Whatever gives a parameter a type asks here: masters, weights that compute, files, references and plans.
+All that gives a parameter a type asks here: masters, weights that compute, files, references and plans.
 """
 
 import functools
@@ -44,7 +44,7 @@ def set_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def find_kept(model: PreTrainedModel, compute_dtype: torch.dtype) -> frozenset[nn.Parameter]:
-    """Parameters of a meta model, still without a method's layers, that compute in fp32 whatever the others do."""
+    """Parameters of a meta model, still without a method's layers, that compute in fp32 in a model of any type."""
     params = dict(model.named_parameters())
     types = choose_types(model, params, compute_dtype)
     return frozenset(params[name] for name, own in types.items() if own != compute_dtype)

@@ -4,7 +4,7 @@ Optimizers, methods, checkpoints and exports see the masters, DTensors as FSDP2 
 of the compute type in their place, and the last backward of a step puts the masters back, with their gradients.
 
 A model that one rank holds as a whole has no FSDP (`WholeWeights`). Beside FSDP2, which gives a group of parameters one
-type, those that compute in fp32 whatever the others do are gathered once a step (`KeptWeights`).
+type, those that compute in fp32 in a model of any type are gathered once per step (`KeptWeights`).
 """
 
 from collections.abc import Callable, Collection
@@ -152,7 +152,7 @@ class Span:
 
 class KeptWeights(PlacedWeights):
     """Parameters beside FSDP2's that compute in their masters' own type: gathered once before the forward passes that
-    follow a change of the masters, their gradients summed over ranks once a step, each by one collective."""
+    follow a change of the masters, their gradients summed over ranks once per step, each by one collective."""
 
     def __init__(
         self,
