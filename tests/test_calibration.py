@@ -1,4 +1,4 @@
-"""What OSFT reads of earlier tasks' data is of any kind, whatever the run learns, and is the same on ranks that share
+"""What OSFT reads of earlier tasks' data may be of another kind than the run's, and is the same on ranks that share
 rows (--osft-calibration-data, --osft-statistics)."""
 
 from pathlib import Path

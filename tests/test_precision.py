@@ -1,5 +1,5 @@
 """Weights that transformers keeps in fp32 in a bfloat16 model stay so in masters, compute and files (model.precision):
-a step at learning rate 0 changes no bit of a model's files, whatever computes it."""
+a step at learning rate 0 changes no bit of a model's files."""
 
 from pathlib import Path
 
