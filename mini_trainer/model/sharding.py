@@ -181,8 +181,7 @@ def apply_sharding(
     for name in READING:
         register_fsdp_forward_method(packed_model, name)
     if own_type:
-        weights = KeptWeights(packed_model, own_type, world.mesh, device=world.device, offloads=sharding.cpu_offload)
-        place_weights(packed_model, weights)
+        place_weights(packed_model, KeptWeights(packed_model, own_type, world.mesh, device=world.device))
 
 
 def place_weights(packed_model: PackedModel, weights: PlacedWeights) -> None:

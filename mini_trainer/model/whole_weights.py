@@ -161,10 +161,10 @@ class KeptWeights(PlacedWeights):
         mesh: DeviceMesh,
         *,
         device: torch.device,
-        offloads: bool,
     ):
-        """`mesh`: its last dimension shards, an earlier one replicates. `offloads`: masters are in CPU memory."""
-        self.mesh, self.device, self.offloads = mesh, device, offloads
+        """`mesh`: its last dimension shards, an earlier one replicates. Masters are on `device`, also where FSDP2 holds
+        others in CPU memory."""
+        self.mesh, self.device = mesh, device
         self.num_shards, self.shard = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self.spans: dict[nn.Parameter, Span] = {}  # by weight
         self.width = 0  # numbers of a flat row; behind each parameter's stands whether it has a gradient
@@ -174,7 +174,6 @@ class KeptWeights(PlacedWeights):
         own, placements = param.detach(), [*[Replicate()] * (self.mesh.ndim - 1), Shard(0)]
         chunks = own.chunk(self.num_shards)
         local = (chunks[self.shard] if self.shard < len(chunks) else own[:0]).clone()
-        local = local.cpu() if self.offloads else local
         sharded = DTensor.from_local(
             local, self.mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
         )
@@ -218,7 +217,7 @@ class KeptWeights(PlacedWeights):
         for (master, weight), has in zip(trained, has_gradient, strict=True):
             span, local = self.spans[weight], master.detach().to_local()
             if has:
-                own = mine[span.start :][: local.numel()].view_as(local).to(local.device, master.dtype)
+                own = mine[span.start :][: local.numel()].view_as(local).to(master.dtype)
                 master.grad = as_master(own, master)
 
 

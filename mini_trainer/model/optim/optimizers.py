@@ -288,9 +288,12 @@ def reduce_step(
     the others hold copies.
     """
     totals = {name: sum(each.reports[name].double() for each in sums) for name in sums[0].reports}
-    squares = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square()  # fp32 sums lose 1e-5 on CPU
+    by_device: dict[torch.device, list[Tensor]] = {}  # with --cpu-offload most are on the CPU
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    norms = [torch._foreach_norm(part, dtype=torch.float64) for part in by_device.values()]  # fp32 sums lose 1e-5 on CPU
     own = [
-        squares.sum().to(device, non_blocking=True),  # on the CPU with --cpu-offload
+        sum(torch.stack(part).square().sum().to(device, non_blocking=True) for part in norms),
         torch.full((), peak_memory(device), dtype=torch.float64, device=device),  # filled on the device: no sync
         torch.full((), data_wait_seconds, dtype=torch.float64, device=device),
         torch.full((), flags, dtype=torch.float64, device=device),
