@@ -1,9 +1,6 @@
 """Fills a finished model unit by unit and shards it by FSDP2, and sets when gradients are reduced over ranks.
 
-A model that one rank holds as a whole has no FSDP (`WholeWeights`): its weights are cast to the compute type once per
-step. The masters stay what FSDP would make of them, DTensors on a mesh of one rank, so that optimizers, methods,
-checkpoints and exports see no difference. While the model computes, plain parameters of the compute type are in their
-place.
+A model that one rank holds as a whole has no FSDP, and neither have weights of another type (model.whole_weights).
 """
 
 from collections.abc import Callable, Collection, Container, Iterable
@@ -119,12 +116,11 @@ def apply_sharding(
     are reduced in fp32, then cast to the weights' dtype. A single rank has nothing to shard (`stays_whole`): the same
     numbers, with less work of the host.
     """
-    kept = packed_model.kept
     packed_model.is_whole = is_whole = stays_whole(
         packed_model.model,
         packed_model.compute_dtype,
         sharding,
-        kept=kept,
+        kept=packed_model.kept,
         world_size=world.world_size,
         memory=world.memory,
     )
@@ -148,8 +144,8 @@ def apply_sharding(
                 fill_module(module, name, readers, tied=tied, device=world.device)
             if unit is packed_model:
                 packed_model.model.tie_weights()
-            params = packed_model.model.named_parameters()
-            own_type |= {param for name, param in params if name in kept and not param.is_meta}
+            found = (packed_model.model.get_parameter(name) for name in packed_model.kept)
+            own_type |= {param for param in found if not param.is_meta}
             if not is_whole:
                 fully_shard(
                     unit,

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from mini_trainer.distributed.world import World
 from mini_trainer.model.precision import choose_types
 from mini_trainer.model.sharding import reshard
+from mini_trainer.model.weights import unshard
 from mini_trainer.objectives.families import text_tower
 from mini_trainer.objectives.objective import PackedModel
 
@@ -77,7 +78,7 @@ def check_types(packed_model: PackedModel, seen: Watched, *, refused: str, world
             own = {f"{names[router]}.{key}": param for key, param in router.named_parameters()}
             types = choose_types(packed_model.model, own, compute_dtype)
             params = {
-                name.removeprefix(f"{names[router]}."): unshard(param, types[name], world)
+                name.removeprefix(f"{names[router]}."): unshard(param, types[name], world=world)
                 for name, param in own.items()
             }
             expected = find_chosen(functional_call(router, params, args, kwargs))
@@ -86,8 +87,3 @@ def check_types(packed_model: PackedModel, seen: Watched, *, refused: str, world
         raise ValueError(
             f"{refused}its routers send {num_others} of {num_tokens} tokens to other experts than transformers' own"
         )
-
-
-def unshard(param: Tensor, dtype: torch.dtype, world: World) -> Tensor:
-    whole = param.detach().to(world.device, dtype)
-    return whole.full_tensor() if isinstance(whole, DTensor) else whole

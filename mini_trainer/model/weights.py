@@ -139,12 +139,7 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     with torch.device("meta"):
         model = family.make_model(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     files = StoredFiles(Path(model_dir))
-    stored = files.find()
-    if (settings := find_quantization(model_dir)) is not None:
-        from mini_trainer.model.quantized import check_modules, open_dequantized
-
-        check_modules(settings, model)
-        stored = open_dequantized(stored, settings, own_dtype)
+    stored = open_stored(files.find(), source, model, own_dtype)
     conversions = get_model_conversion_mapping(model)
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     wanted = model.state_dict()
@@ -207,6 +202,18 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     return model, readers, report
 
 
+def open_stored(
+    stored: dict[str, Stored], source: ModelSource, model: PreTrainedModel, dtype: torch.dtype
+) -> dict[str, Stored]:
+    """The stored tensors of the `model` of `source`, those that are quantized as whole weights of `dtype`."""
+    if (settings := find_quantization(source.directory)) is None:
+        return stored
+    from mini_trainer.model.quantized import check_modules, open_dequantized
+
+    check_modules(settings, model)
+    return open_dequantized(stored, settings, dtype)
+
+
 def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tuple[str, str | None]]:
     """Maps each stored tensor that the model uses to the parameter's name and its conversion's pattern, if any.
 
@@ -260,11 +267,7 @@ def find_types(source: ModelSource, model: PreTrainedModel, names: Iterable[str]
     own = choose_dtype(AutoConfig.from_pretrained(directory, trust_remote_code=source.trust_remote_code))
     if not list_weights(directory):
         return dict.fromkeys(names, own)
-    stored = StoredFiles(directory).find()
-    if (settings := find_quantization(directory)) is not None:
-        from mini_trainer.model.quantized import open_dequantized
-
-        stored = open_dequantized(stored, settings, own)
+    stored = open_stored(StoredFiles(directory).find(), source, model, own)
     try:
         sources, conversions = group_sources(name_stored(model, stored)), get_model_conversion_mapping(model)
     except NOT_PLANNABLE:  # loaded as a whole, in fp32
@@ -289,10 +292,7 @@ def list_left_out(source: ModelSource, family: Family, *, trained: Collection[st
     with torch.device("meta"):
         model = family.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     own = AutoConfig.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
-    if (settings := find_quantization(source.directory)) is not None:
-        from mini_trainer.model.quantized import open_dequantized
-
-        stored = open_dequantized(stored, settings, choose_dtype(own))
+    stored = open_stored(stored, source, model, choose_dtype(own))
     try:
         named = name_stored(model, stored)
     except NOT_PLANNABLE:  # `read_weights` has warned about it
@@ -410,9 +410,14 @@ def gather_one(name: str, shape: Sequence[int], dtype: torch.dtype, gather: Call
 
 def gather_tensor(tensor: Tensor, dtype: torch.dtype, *, world: World) -> Tensor | None:
     """The unsharded parameter or buffer on rank 0's CPU; None on other ranks. All ranks call this."""
-    whole = tensor.to(world.device, dtype)
-    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    whole = unshard(tensor, dtype, world=world)
     return copy_to_cpu(whole) if world.rank == 0 else None
+
+
+def unshard(tensor: Tensor, dtype: torch.dtype, *, world: World) -> Tensor:
+    """The whole parameter or buffer, on every rank's device. All ranks call this."""
+    whole = tensor.detach().to(world.device, dtype)
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def copy_to_cpu(tensor: Tensor) -> Tensor:

@@ -291,7 +291,9 @@ def reduce_step(
     by_device: dict[torch.device, list[Tensor]] = {}  # with --cpu-offload most are on the CPU
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
-    norms = [torch._foreach_norm(part, dtype=torch.float64) for part in by_device.values()]  # fp32 sums lose 1e-5 on CPU
+    norms = [
+        torch._foreach_norm(part, dtype=torch.float64) for part in by_device.values()
+    ]  # fp32 sums lose 1e-5 on CPU
     own = [
         sum(torch.stack(part).square().sum().to(device, non_blocking=True) for part in norms),
         torch.full((), peak_memory(device), dtype=torch.float64, device=device),  # filled on the device: no sync

@@ -144,7 +144,7 @@ class TextRowModel(family.RowModel):
         self.logit_scale = (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0)
         self.logit_scale /= getattr(config, "logits_mup_width_multiplier", None) or 1.0
         self.logit_scale *= getattr(config, "output_multiplier", None) or 1.0
-        self.num_logits = getattr(config, "unpadded_vocab_size", None)  # Inkling: its logits end there
+        self.num_logits = text_tower.find_cut(model.config)
         self.transform = find_head_transform(model)
         is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
         self.chunk_size = config.attention_chunk_size if is_chunked else None

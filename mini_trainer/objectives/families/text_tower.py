@@ -23,10 +23,15 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config if type(text) is type(config) else text
 
 
+def find_cut(config: PreTrainedConfig) -> int | None:
+    """Where the model itself cuts its logits off, before the rows that pad its vocabulary (Inkling); None: nowhere."""
+    return getattr(text_config(config), "unpadded_vocab_size", None)
+
+
 def count_logits(config: PreTrainedConfig) -> int:
-    """Number of token ids that the model gives logits of: not of rows that pad its vocabulary, where it says so."""
-    text = text_config(config)
-    return min(text.vocab_size, getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
+    """Number of token ids that the model gives logits of."""
+    vocab_size = text_config(config).vocab_size
+    return min(vocab_size, find_cut(config) or vocab_size)
 
 
 def is_multimodal(config: PreTrainedConfig) -> bool:
