@@ -291,11 +291,11 @@ def reduce_step(
     by_device: dict[torch.device, list[Tensor]] = {}  # with --cpu-offload most are on the CPU
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)
-    norms = [
-        torch._foreach_norm(part, dtype=torch.float64) for part in by_device.values()
-    ]  # fp32 sums lose 1e-5 on CPU
+    squares = [  # in float64: fp32 sums lose 1e-5 on CPU
+        torch.stack(torch._foreach_norm(part, dtype=torch.float64)).square().sum() for part in by_device.values()
+    ]
     own = [
-        sum(torch.stack(part).square().sum().to(device, non_blocking=True) for part in norms),
+        functools.reduce(operator.add, [each.to(device, non_blocking=True) for each in squares]),
         torch.full((), peak_memory(device), dtype=torch.float64, device=device),  # filled on the device: no sync
         torch.full((), data_wait_seconds, dtype=torch.float64, device=device),
         torch.full((), flags, dtype=torch.float64, device=device),
