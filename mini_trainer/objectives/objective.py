@@ -282,10 +282,12 @@ class Unlabeled:
         self,
         samples: Sequence[Sample],
         *,
+        sources: np.ndarray | None = None,
+        num_sources: int = 1,
         row_group: RowGroup | None = None,
-        **sources: Any,
     ) -> MicroBatch:
-        """A micro-batch of the samples; `sources`, of targets that there are none of, mean nothing."""
+        """A micro-batch of the samples. `sources` and `num_sources` mean nothing: there are no targets to count by
+        them."""
         row, extras = self.family.pack(samples)
         row = row if row_group is None else take_part(row, row_group)[0]
         return MicroBatch(row, Targets(torch.zeros(0, dtype=torch.int64)), extras=extras)
