@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mini_trainer.model.optim import compact_adamw
 from mini_trainer.model.optim.compact_adamw import (
     CompactAdamW,
+    Rounding,
     decode,
     encode,
     make_generator,
@@ -108,11 +109,12 @@ def test_codes_keep_seven_decades_of_a_block_and_never_turn_a_second_moment_to_z
 
 
 def test_rounding_is_unbiased_and_leaves_what_bf16_can_hold(world):
-    generator = torch.Generator().manual_seed(0)
+    rounding = Rounding(torch.Generator().manual_seed(0))
     exact = torch.randn(1000).bfloat16().float()
-    assert torch.equal(round_to_bf16(exact.clone(), generator), exact)
+    assert torch.equal(round_to_bf16(exact.clone(), rounding.draw(exact)), exact)
     value = torch.randn(50, dtype=torch.float32)
-    rounded = round_to_bf16(value.repeat(20_000, 1), generator)
+    repeated = value.repeat(20_000, 1)
+    rounded = round_to_bf16(repeated.clone(), rounding.draw(repeated))
     assert torch.equal(rounded.bfloat16().float(), rounded)
     step = value.abs() * 2**-7  # at least the distance of two neighbours
     assert ((rounded - value).abs() <= step).all()

@@ -206,7 +206,7 @@ def test_a_recompilation_is_reported_once_with_its_reason(caplog, monkeypatch):
     for dtype in (torch.float64, torch.float16):
         assert torch.equal(double(torch.ones(4, dtype=dtype)), torch.full((4,), 2, dtype=dtype))
     (warning,) = list_warnings(caplog)
-    assert warning.startswith("warning: --compile: Block ") and "expected Float, actual Double" in warning
+    assert warning.startswith("warning: torch.compile: Block ") and "expected Float, actual Double" in warning
 
 
 def test_blocks_of_which_nothing_is_compiled_are_refused(world, tmp_path):

@@ -55,7 +55,7 @@ class Compiled:
             last = find_last_compilation()
             reason = str(last.recompile_reason).splitlines()[0]
             log.warning(
-                f"warning: --compile: {self.name} was compiled again after its first micro-batch, which took"
+                f"warning: torch.compile: {self.name} was compiled again after its first micro-batch, which took"
                 f" {last.entire_frame_compile_time_s or 0:.1f} s: {reason}; only the first time is reported,"
                 " TORCH_LOGS=recompiles_verbose prints all"
             )

@@ -12,7 +12,7 @@ from mini_trainer.data.stores.model_files import naming_config
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.model import attention
+from mini_trainer.model import attention, kernels
 from mini_trainer.model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
 from mini_trainer.model.blocks import find_mixers, hand_micro_batch_on, needs_own_attention
 from mini_trainer.model.config import ModelSource
@@ -71,7 +71,7 @@ def build_model(
         backend=meta.backend,
         compute_dtype=meta.compute_dtype,
         kept=meta.list_kept(),
-        is_fused=compute.compile,
+        is_fused=compute.compile or kernels.are_usable(world.device),
     )
     packed_model.compiled = meta.compiled
     if meta.replaced:

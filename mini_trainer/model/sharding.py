@@ -160,7 +160,11 @@ def apply_sharding(
     assert not readers, f"the model has no place for {', '.join(readers)}"
     if is_whole:
         cast_inputs(blocks, packed_model.compute_dtype)
-        place_weights(packed_model, WholeWeights(packed_model, packed_model.compute_dtype, world.mesh, kept=own_type))
+        # On CPUs gradients stay equal to those of FSDP2 to the bit; compiled blocks have their own backward.
+        adds_products = world.device.type == "cuda" and not packed_model.compiled
+        dtype = packed_model.compute_dtype
+        weights = WholeWeights(packed_model, dtype, world.mesh, kept=own_type, adds_products=adds_products)
+        place_weights(packed_model, weights)
         return
     # Configure gradient reduction and prefetching.
     for module in packed_model.modules():

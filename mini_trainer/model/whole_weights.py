@@ -7,6 +7,7 @@ A model that one rank holds as a whole has no FSDP (`WholeWeights`). Beside FSDP
 type, those that compute in fp32 in a model of any type are gathered once per step (`KeptWeights`).
 """
 
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,11 @@ from torch._subclasses import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import linear
 from torch.utils._pytree import tree_leaves
 
 from mini_trainer.distributed.devices import memory_kind
+from mini_trainer.objectives.next_tokens import add_product
 
 # torch 2.13's names, and those of torch 2.11, which 2.13 warns of.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -103,9 +106,15 @@ class WholeWeights(PlacedWeights):
     """
 
     def __init__(
-        self, model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh, *, kept: Collection[nn.Parameter]
+        self,
+        model: nn.Module,
+        compute_dtype: torch.dtype,
+        mesh: DeviceMesh,
+        *,
+        kept: Collection[nn.Parameter],
+        adds_products: bool = False,
     ):
-        """`kept`: parameters that compute in their own type."""
+        """`kept`: parameters that compute in their own type. `adds_products`: see `AddedProduct`."""
         self.compute_dtype, self.mesh, self.kept = compute_dtype, mesh, kept
         super().__init__(model, set(model.parameters()))
         shared = [(master, weight) for master, weight in self.pairs.values() if is_shared(master, weight)]
@@ -113,6 +122,11 @@ class WholeWeights(PlacedWeights):
         copied = [(master, weight) for master, weight in self.pairs.values() if not is_shared(master, weight)]
         self.sources = [master.detach().to_local() for master, _ in copied]
         self.copies = [weight.detach() for _, weight in copied]
+        linear_layers = [module for module in model.modules() if type(module) is nn.Linear] if adds_products else []
+        for module in linear_layers:
+            master, weight = next((m, w) for owner, name, m, w in self.places if owner is module and name == "weight")
+            if master.requires_grad:
+                module.forward = functools.partial(multiply, module, functools.partial(add_to_gradient, master, weight))
 
     def _split(self, param: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
         own = param.detach()
@@ -224,6 +238,46 @@ class KeptWeights(PlacedWeights):
 def is_shared(master: nn.Parameter, weight: nn.Parameter) -> bool:
     """Whether both are the same memory."""
     return master.dtype == weight.dtype
+
+
+def multiply(layer: nn.Linear, add: Callable[[Tensor, Tensor], None], x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+    if not torch.is_grad_enabled():
+        return linear(x, layer.weight, layer.bias)
+    return AddedProduct.apply(x, layer.weight, layer.bias, add)
+
+
+class AddedProduct(torch.autograd.Function):
+    """x W^T + b. The product that gives the gradient of W adds it to what earlier micro-batches gave, in the type of
+    that: no gradient is rounded, written and read again before it is added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.add = add
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_bias, _ = ctx.needs_input_grad
+        d_flat = d_out.reshape(-1, d_out.shape[-1])  # (T, out)
+        ctx.add(d_flat.t(), x.reshape(-1, x.shape[-1]))
+        return d_out @ weight if needs_x else None, None, d_flat.sum(0) if needs_bias else None, None
+
+
+@torch.no_grad()
+def add_to_gradient(master: nn.Parameter, weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right to the gradient of a master, or of the weight that shares its memory, where it now is."""
+    holder = weight if is_shared(master, weight) else master
+    is_first = holder.grad is None
+    if is_first:
+        with memory_kind("gradients"):
+            total = torch.empty_like(weight, dtype=master.dtype)
+        holder.grad = total if holder is weight else as_master(total, master)
+    total = holder.grad.to_local() if isinstance(holder.grad, DTensor) else holder.grad
+    add_product(total, left, right, is_first=is_first)
 
 
 @torch.no_grad()

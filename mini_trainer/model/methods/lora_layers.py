@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -77,7 +78,10 @@ class AdaptedProduct(torch.autograd.Function):
             update += bias
         ctx.save_for_backward(x, low, weight, A, B)
         ctx.scaling, ctx.base = scaling, base
-        return torch.addmm(update, x, read_weight(weight, base).t())  # last, and the only addmm: see keep_operations
+        # Last, and the only addmm: see keep_operations. In place, unless a mode looks on that may keep what it returns,
+        # as selective checkpointing does; compilers see to it themselves.
+        is_watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+        return (torch.addmm if is_watched else Tensor.addmm_)(update, x, read_weight(weight, base).t())
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:

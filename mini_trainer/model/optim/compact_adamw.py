@@ -1,9 +1,9 @@
 """Memory-efficient AdamW: moments in 8 bits, weights in bfloat16 with stochastic rounding, or both.
 
-Computes in fp32, one parameter's shard at a time, of a large one some rows at a time: of each number in work a dozen
-temporary ones exist. A block is at most `BLOCK_SIZE` neighbours in the last dimension,
-which FSDP never splits: moments are the same for any number of ranks, and so is everything saved except for the
-stochastic rounding of bf16 weights.
+Computes in fp32, one parameter's shard at a time: on CUDA by a kernel that reads and writes each number once, else of
+a large one some rows at a time, since of each number in work a dozen temporary ones exist. A block is at most
+`BLOCK_SIZE` neighbours in the last dimension, which FSDP never splits: moments are the same for any number of ranks,
+and so is everything saved except for the stochastic rounding of bf16 weights.
 
 Not torchao's AdamW8bit (0.18): it cuts blocks from each rank's flat shard, if the shard's size is divisible, so that a
 (90, 128) matrix had 8-bit moments on one rank and fp32 ones on two, and a (101, 128) matrix had both at once on two
@@ -14,11 +14,14 @@ draws from torch's default generator, whose seed differs between ranks, so that 
 
 import functools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from mini_trainer.model import kernels
 
 BLOCK_SIZE = 256
 MIN_BLOCK_SIZE = 32  # below this, scales would cost more memory than 8-bit codes save: moments stay in fp32
@@ -61,27 +64,44 @@ class CompactAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         params = [param for group in self.param_groups for param in group["params"]]
-        generator = make_generator(self.seed, self.param_groups[0]["step"], params[0])
+        rounding = Rounding(make_generator(self.seed, self.param_groups[0]["step"], params[0]))
         for group in self.param_groups:
             for param in group["params"]:
+                rounding.number += 1
                 if param.grad is not None:
-                    self.update(param, group, generator)
+                    self.update(param, group, rounding)
 
-    def update(self, param: DTensor, group: dict, generator: torch.Generator) -> None:
+    def update(self, param: DTensor, group: dict, rounding: "Rounding") -> None:
         if not self.state[param]:
             self.init_state(param)
         weight, gradient = param.to_local(), param.grad.to_local()
         state = {key: value.to_local() for key, value in self.state[param].items()}
+        if kernels.are_usable(weight.device):
+            from mini_trainer.model.kernels.adamw import update_shard
+
+            update_shard(weight, gradient, state, group, rounding)
+            return
         size = max(1, MAX_NUMEL // max(1, weight[:1].numel()))  # in rows
         for start in range(0, len(weight), size):
             rows = slice(start, start + size)
             own = {key: value[rows] for key, value in state.items()}
-            update_rows(weight[rows], gradient[rows].float(), own, group, generator)
+            update_rows(weight[rows], gradient[rows].float(), own, group, rounding)
 
 
-def update_rows(
-    weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict, generator: torch.Generator
-) -> None:
+@dataclass
+class Rounding:
+    """Where the random numbers of a step's stochastic rounding come from: eagerly the generator, in a kernel its seed
+    and the number of the parameter."""
+
+    generator: torch.Generator
+    number: int = 0
+
+    def draw(self, weight: Tensor) -> Tensor:
+        """16 random bits for each weight, as int32."""
+        return torch.randint(2**16, weight.shape, dtype=torch.int32, device=weight.device, generator=self.generator)
+
+
+def update_rows(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict, rounding: Rounding) -> None:
     """AdamW's update of some rows and their moments, in place. `gradient`: fp32."""
     is_coded = "exp_avg_codes" in state
     if is_coded:
@@ -97,7 +117,7 @@ def update_rows(
     value.mul_(1 - group["lr"] * group["weight_decay"])
     value.addcdiv_(exp_avg, denominator, value=-group["lr"] / (1 - beta1**step))
     if weight.dtype == torch.bfloat16:
-        weight.copy_(round_to_bf16(value, generator))
+        weight.copy_(round_to_bf16(value, rounding.draw(value)))
     if is_coded:
         encode(exp_avg, state["exp_avg_codes"], state["exp_avg_scales"], is_signed=True)
         encode(exp_avg_sq.sqrt_(), state["exp_avg_root_codes"], state["exp_avg_root_scales"], is_signed=False)
@@ -111,14 +131,12 @@ def make_generator(seed: int, step: int, param: DTensor) -> torch.Generator:
     return torch.Generator(param.device).manual_seed(int(state[0]))
 
 
-def round_to_bf16(value: Tensor, generator: torch.Generator) -> Tensor:
+def round_to_bf16(value: Tensor, bits: Tensor) -> Tensor:
     """Rounds fp32 numbers stochastically, in place, to values representable in bf16, without bias.
 
-    bf16 is the upper half of fp32's bits: random bits are added to the lower half, which is then truncated.
+    bf16 is the upper half of fp32's bits: 16 random bits are added to the lower half, which is then truncated.
     """
-    bits = value.view(torch.int32)
-    bits.add_(torch.randint(0, 2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator))
-    bits.bitwise_and_(-(2**16))
+    value.view(torch.int32).add_(bits).bitwise_and_(-(2**16))
     return value
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mini_trainer.distributed.ending import log
-from mini_trainer.model.optim.compact_adamw import CompactAdamW
+from mini_trainer.model.optim.compact_adamw import CompactAdamW, Rounding
 from mini_trainer.model.optim.optimizers import AdamW, choose_settings, find_decayed, name_of_file
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.options import OptimizationOptions
@@ -252,9 +252,9 @@ class Muon(CompactAdamW):
             for unit, update in self.exchange(units):
                 self.apply(unit, update)
 
-    def update(self, param: DTensor, group: dict, generator: torch.Generator) -> None:
+    def update(self, param: DTensor, group: dict, rounding: Rounding) -> None:
         if param not in self.layouts:
-            super().update(param, group, generator)
+            super().update(param, group, rounding)
 
     def find_direction(self, unit: Unit) -> Tensor:
         """This rank's rows of the momentum, one step ahead (Nesterov's), after the gradient has entered it."""
