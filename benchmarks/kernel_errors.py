@@ -34,6 +34,7 @@ SHAPES = [(5, 512), (3, 7, 192), (7, 96), (1003,)]
 NUM_STEPS = 5
 MOST = {"weights": 2.0, "codes": 1e-3}  # the kernel's error, as a multiple of the eager one; other codes
 CAPABILITIES = (80, 90)
+MAPS = tuple(table for is_signed in (True, False) for table in compact_adamw.load_map(is_signed, torch.device("cpu")))
 
 
 class Drawn(compact_adamw.Rounding):
@@ -91,7 +92,7 @@ def compare_updates(shape: tuple[int, ...], dtype: torch.dtype, *, is_8bit: bool
         eager, eager_state = ours.clone(), {name: value.clone() for name, value in state.items()}
         rounding = Drawn(torch.Generator().manual_seed(11 + step), number=3)
         compact_adamw.update_rows(eager, gradient.float(), eager_state, group, rounding)
-        adamw.update_shard(ours, gradient, state, group, rounding)
+        adamw.update_shard(ours, gradient, state, group, MAPS, rounding.generator.initial_seed(), rounding.number)
         if dtype == torch.bfloat16:
             exact = compact_adamw.round_to_bf16(exact.float(), rounding.draw(exact))
         errors.append([(each.double() - exact).abs().max().item() for each in (ours, eager)])

@@ -10,6 +10,7 @@ from small_runs import BATCH_SIZE, OPTIONS, load_checkpoint, make_inputs, read_r
 from tiny_models import FAMILIES, build, check, save_model
 from torch.distributed.fsdp import FSDPModule
 
+from mini_trainer.model import sharding
 from mini_trainer.model.sharding import stays_whole
 from mini_trainer.options import ShardingOptions
 
@@ -52,6 +53,28 @@ def test_both_ways_train_to_the_same_bits(family, options, dtype, world, tmp_pat
     ours, others = (load_checkpoint(path / "checkpoints" / f"step_{STEPS}") for path in outputs.values())
     assert ours.keys() == others.keys()
     assert all(torch.equal(value, others[name]) for name, value in ours.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_a_product_that_adds_is_not_the_gradient_that_autograd_adds(
+    family, options, dtype, world, tmp_path, monkeypatch
+):
+    """What GPUs do, with several micro-batches a step."""
+    if dtype == "float32" and "base_quantization" in options:
+        pytest.skip("a base in NF4 computes in bf16")
+    run = OPTIONS | make_inputs(tmp_path, family) | options | dict(max_steps=STEPS, compute_dtype=dtype)
+    run |= dict(osft_cache_dir=str(tmp_path / "osft"))
+    run.pop("validation", None)
+    rounds, rows = "bfloat16" in (dtype, options.get("master_weights")), []
+    for adds in (False, True):
+        monkeypatch.setattr(sharding, "adds_products", lambda model, device, adds=adds: adds)
+        train_here(world, **run, output_dir=str(tmp_path / f"adds_{adds}"))
+        rows.append(read_rows(tmp_path / f"adds_{adds}"))
+    for row, expected in zip(*rows, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-2 if rounds else 1e-5)
+        assert row["grad_accum"] > 1
 
 
 def test_only_what_needs_fsdp_on_one_rank_has_it(world, tmp_path):

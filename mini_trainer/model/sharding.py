@@ -100,6 +100,12 @@ def is_worth_measuring(unmeasured: dict[str, str], device: torch.device) -> bool
     return device.type == "cuda" and "auto" in unmeasured.values()
 
 
+def adds_products(packed_model: PackedModel, device: torch.device) -> bool:
+    """Whether one rank's linear layers add to their gradients by the product that gives them, see `AddedProduct`. On
+    CPUs gradients stay equal to FSDP2's to the bit; compiled blocks have a backward of their own."""
+    return device.type == "cuda" and not packed_model.compiled
+
+
 def apply_sharding(
     packed_model: PackedModel,
     blocks: nn.ModuleList,
@@ -160,10 +166,9 @@ def apply_sharding(
     assert not readers, f"the model has no place for {', '.join(readers)}"
     if is_whole:
         cast_inputs(blocks, packed_model.compute_dtype)
-        # On CPUs gradients stay equal to those of FSDP2 to the bit; compiled blocks have their own backward.
-        adds_products = world.device.type == "cuda" and not packed_model.compiled
+        adds = adds_products(packed_model, world.device)
         dtype = packed_model.compute_dtype
-        weights = WholeWeights(packed_model, dtype, world.mesh, kept=own_type, adds_products=adds_products)
+        weights = WholeWeights(packed_model, dtype, world.mesh, kept=own_type, adds_products=adds)
         place_weights(packed_model, weights)
         return
     # Configure gradient reduction and prefetching.

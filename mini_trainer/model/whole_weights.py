@@ -282,7 +282,9 @@ def add_to_gradient(master: nn.Parameter, weight: nn.Parameter, left: Tensor, ri
 
 @torch.no_grad()
 def add_gradient(master: nn.Parameter, weight: nn.Parameter) -> None:
-    """Adds the weight's gradient to its master's, in the master's type."""
+    """Adds the weight's gradient, if it has one, to its master's, in the master's type."""
+    if weight.grad is None:  # autograd calls this also after an `AddedProduct`
+        return
     if master.grad is None:
         with memory_kind("gradients"):
             master.grad = as_master(weight.grad.to(master.dtype), master)

@@ -11,21 +11,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_trainer.model.optim.compact_adamw import BLOCK_SIZE, Rounding, load_map
-
 TILE = 1024  # weights of a program
+ROW = 256  # of these, where moments have no blocks
 
 
-def update_shard(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict, rounding: Rounding) -> None:
-    """Updates contiguous fp32 or bf16 weights and their moments in place."""
+def update_shard(
+    weight: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    group: dict,
+    maps: tuple[Tensor, ...],
+    seed: int,
+    number: int,
+) -> None:
+    """Updates contiguous fp32 or bf16 weights and their moments in place.
+
+    `maps`: values and borders of the signed code book and of the one of roots. `seed`, `number`: of the random bits.
+    """
     if not weight.numel():
         return
     assert all(each.is_contiguous() for each in (weight, *state.values())), "a view, which the kernel would not update"
     is_coded = "exp_avg_codes" in state
     names = [f"exp_avg_{kind}" for kind in ("codes", "root_codes", "scales", "root_scales")]
     moments = [state[name] for name in names] if is_coded else [*(state[k] for k in ("exp_avg", "exp_avg_sq"))] * 2
-    maps = [table for is_signed in (True, False) for table in load_map(is_signed, weight.device)]
-    size = weight.numel() // moments[2].numel() if is_coded else BLOCK_SIZE
+    size = weight.numel() // moments[2].numel() if is_coded else ROW
     (beta1, beta2), step = group["betas"], group["step"] + 1
     _update[(triton.cdiv(weight.numel(), TILE),)](
         weight,
@@ -33,8 +42,8 @@ def update_shard(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], gro
         *moments,
         *maps,
         weight.numel(),
-        rounding.generator.initial_seed() % 2**31,  # always a 32-bit number, or the kernel would be compiled again
-        rounding.number,
+        seed % 2**31,  # always a 32-bit number, or the kernel would be compiled again
+        number,
         group["lr"] / (1 - beta1**step),
         1 - group["lr"] * group["weight_decay"],
         1 - beta1,

@@ -79,7 +79,8 @@ class CompactAdamW(torch.optim.Optimizer):
         if kernels.are_usable(weight.device):
             from mini_trainer.model.kernels.adamw import update_shard
 
-            update_shard(weight, gradient, state, group, rounding)
+            maps = (*load_map(True, weight.device), *load_map(False, weight.device))
+            update_shard(weight, gradient, state, group, maps, rounding.generator.initial_seed(), rounding.number)
             return
         size = max(1, MAX_NUMEL // max(1, weight[:1].numel()))  # in rows
         for start in range(0, len(weight), size):
