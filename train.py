@@ -54,7 +54,7 @@ from mini_trainer.run.identity import describe_run, flatten_with_urls
 from mini_trainer.run.metrics import StepMeter
 from mini_trainer.run.run_directory import RunDirectory
 from mini_trainer.run.run_model import build_run_model, make_average, settle_auto_options
-from mini_trainer.run.start import make_data_local, open_inputs
+from mini_trainer.run.start import find_any_obstacle, make_data_local, open_inputs, settle_by_device
 from mini_trainer.run.start_checks import describe_inputs, describe_start
 from mini_trainer.run.step import StepOptions, TrainState, train_step
 from mini_trainer.run.validation import Validations
@@ -64,6 +64,7 @@ from mini_trainer.sampler import collect_garbage_between, iterate_batches, pin_m
 def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str, str]:
     """The run, from the files it reads to the last export; returns exit code, message, and text below it."""
     # Check inputs before anything large is loaded.
+    options = settle_by_device(options, world.device, lambda: find_any_obstacle(world))
     run = RunDirectory(options.output_dir, options.checkpoints, world, control)
     log.info(describe_run(flatten_with_urls(options), world))
     inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=run.start, origin=run.origin)

@@ -16,7 +16,7 @@ from small_runs import full_gradients, make_micro_batch
 from tiny_models import FAMILIES, build, save_model
 from torch import Tensor, nn
 
-from mini_trainer.model import faster_layers, weights
+from mini_trainer.model import float8, weights
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.objective import PackedModel
 
@@ -200,8 +200,8 @@ def test_the_linear_layers_of_blocks_become_fp8s(world, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", package)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(faster_layers, "MIN_SIZE", 32)
+    monkeypatch.setattr(float8, "MIN_SIZE", 32)
     model = build(save_model(FAMILIES["llama"], tmp_path), world)
-    faster_layers.apply_float8(find_blocks(model.model), torch.device("cuda"))
+    float8.apply_float8(find_blocks(model.model), torch.device("cuda"))
     assert {name.rpartition(".")[2] for name in converted} >= {"gate_proj", "down_proj", "q_proj", "o_proj"}
     assert not any(name.endswith("k_proj") for name in converted)  # 16 rows

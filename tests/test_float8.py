@@ -11,7 +11,7 @@ from small_runs import make_micro_batch
 from tiny_models import build, check, save_model
 from torch import Tensor, nn
 
-from mini_trainer.model import faster_layers
+from mini_trainer.model import float8
 from mini_trainer.model.check import in_high_precision
 from mini_trainer.model.compiled_check import EIGHT_BIT, ROUNDED, BlockCheck
 from mini_trainer.objectives.families.text_tower import find_blocks
@@ -58,7 +58,7 @@ def rounding(monkeypatch):
     package.convert_to_float8_training = convert
     monkeypatch.setitem(sys.modules, "torchao.float8", package)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(faster_layers, "is_able", lambda device: True)
+    monkeypatch.setattr(float8, "is_able", lambda device: True)
 
 
 def test_it_is_checked_without_fp8s_rounding_and_trains_with_it(rounding, world, tmp_path):

@@ -73,7 +73,7 @@ def test_a_product_that_adds_is_not_the_gradient_that_autograd_adds(
         rows.append(read_rows(tmp_path / f"adds_{adds}"))
     for row, expected in zip(*rows, strict=True):
         for name in ("loss", "grad_norm"):
-            assert row[name] == pytest.approx(expected[name], rel=1e-2 if rounds else 1e-5)
+            assert row[name] == pytest.approx(expected[name], rel=5e-2 if rounds else 1e-5)
         assert row["grad_accum"] > 1
 
 

@@ -22,7 +22,7 @@ from mini_trainer.model.sharding import apply_sharding
 from mini_trainer.model.weights import Reader, read_weights
 from mini_trainer.objectives.families.family import Family, find_pad_position
 from mini_trainer.objectives.families.text_tower import find_blocks, find_decoder, set_attention, text_config
-from mini_trainer.objectives.objective import Objective, PackedModel
+from mini_trainer.objectives.objective import KernelSwitch, Objective, PackedModel
 from mini_trainer.options import ComputeOptions, ShardingOptions
 from mini_trainer.options.doors import Doors
 
@@ -73,11 +73,7 @@ def build_model(
         kept=meta.list_kept(),
         is_fused=compute.compile or kernels.are_usable(world.device),
     )
-    packed_model.compiled = meta.compiled
-    if meta.replaced:
-        from mini_trainer.model.faster_layers import restored
-
-        packed_model.own_code = functools.partial(restored, meta.replaced)
+    packed_model.compiled, packed_model.kernels = meta.compiled, meta.kernels
     apply_sharding(packed_model, meta.blocks, sharding, method=method, readers=readers, world=world)
     return packed_model.train()
 
@@ -92,12 +88,17 @@ def make_meta_model(
     model.to("meta")  # for parameters created in a way that ignores the default device (DiffLlama)
     left_out = family.leave_out(model)
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
-    replaced = ()
-    if compute.use_liger_kernels:
-        from mini_trainer.model.faster_layers import apply_liger_kernels
-
-        replaced = apply_liger_kernels(model, device, keeps_products=mode in ("selective", "auto"))
     blocks = find_blocks(model)
+    switch = KernelSwitch()
+    if compute.kernels in ("auto", "fused"):
+        from mini_trainer.model.kernels.layers import apply_kernels
+
+        switch = apply_kernels(model, blocks)
+        if not switch.num_modules and compute.kernels == "fused":
+            raise ValueError(
+                f"--kernels fused: no module of model type {model.config.model_type!r} computes what one of the kernels"
+                " does: remove the option"
+            )
     held = hand_micro_batch_on(find_decoder(model), blocks, makes_masks=backend == attention.OWN)
     if backend == attention.OWN or any(map(find_mixers, blocks)):
         from mini_trainer.model.by_sequence import split_layers, use_kernels
@@ -106,7 +107,7 @@ def make_meta_model(
         if backend != attention.OWN:
             use_kernels(blocks, device)
     if compute.float8:
-        from mini_trainer.model.faster_layers import apply_float8
+        from mini_trainer.model.float8 import apply_float8
 
         apply_float8(blocks, device)
     tiled = ()
@@ -134,7 +135,7 @@ def make_meta_model(
         left_out=left_out,
         kept=find_kept(model, compute_dtype),
         tiled=tiled,
-        replaced=replaced,
+        kernels=switch,
         compiled=compiled,
     )
 

@@ -14,12 +14,11 @@ from mini_trainer.model.config import ModelSource
 from mini_trainer.model.weights import Reader, WeightGroup, gather_parameters
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import LeftOut
-from mini_trainer.objectives.objective import Objective, PackedModel
+from mini_trainer.objectives.objective import KernelSwitch, Objective, PackedModel
 from mini_trainer.options import DataOptions
 
 if TYPE_CHECKING:
     from mini_trainer.distributed.compilation import Compiled
-    from mini_trainer.model.faster_layers import Replaced
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class MetaModel:
     left_out: LeftOut = field(default_factory=LeftOut)  # parts of a multimodal model other than its text tower
     kept: frozenset[nn.Parameter] = frozenset()  # what computes in fp32 in a model of any type (model.precision)
     tiled: tuple[str, ...] = ()  # names of the modules to run on a tile of the row at a time
-    replaced: "tuple[Replaced, ...]" = ()  # by liger-kernel
+    kernels: KernelSwitch = field(default_factory=KernelSwitch)  # fused ones
     compiled: "tuple[Compiled, ...]" = ()  # the blocks' forward methods, with --compile
 
     def list_kept(self) -> frozenset[str]:

@@ -5,10 +5,9 @@ row, with targets, a loss and metrics of validations. T tokens in a packed row, 
 hidden size.
 """
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -347,6 +346,25 @@ def make_objective(
 LOSS, ROW_MODEL = "loss", "row_model"  # who needs sums over the global batch
 
 
+@dataclass
+class KernelSwitch:
+    """Whether the modules of a model, and copies of them, compute by fused kernels where they have some."""
+
+    num_modules: int = 0  # that have some
+    is_on: bool = True
+
+    def __deepcopy__(self, memo: dict) -> "KernelSwitch":
+        return self
+
+    @contextmanager
+    def turned_off(self) -> Iterator[None]:
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+
 class PackedModel(nn.Module):
     """A model that is trained, sharded and validated. H hidden size, T tokens of a row, L of one sequence."""
 
@@ -365,8 +383,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model, self.backend, self.compute_dtype, self.kept = model, backend, compute_dtype, kept
         self.row_model, self.loss = objective.family.open_row_model(model), objective.make_loss(is_fused=is_fused)
-        # A context in which the model runs transformers' own code, without kernels that replace parts of it.
-        self.own_code: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self.kernels = KernelSwitch()
         self.is_whole = False  # one rank holds all weights, without FSDP
         self.placed_weights: Any = None  # PlacedWeights: all, or those beside FSDP's that compute in fp32
         self.frees_head = False  # after each forward pass, whose results then cannot refer to it
@@ -420,7 +437,7 @@ class PackedModel(nn.Module):
     def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """The model's own answer for the row's one sequence: hidden states (1, L, H), and the summed loss, with all
         that counts in it."""
-        with self.own_code():
+        with self.kernels.turned_off():
             own = self.row_model.run_own(micro_batch)
         row = micro_batch.row
         targets = micro_batch.targets

@@ -59,6 +59,7 @@ from mini_trainer.options.running import (
 from mini_trainer.options.training import (
     PRESETS,
     TrainOptions,
+    fill_unset,
     list_data_sets,
     list_deciding_options,
     list_defaults,

@@ -32,6 +32,8 @@ from mini_trainer.options.fields import flag_for, list_choices
 from mini_trainer.options.problems.finding import find_problems
 
 HELP = ("--help", "-h")
+# Flags that other programs of this kind have, in our words.
+SPELLINGS = {"--use-liger-kernels": ("--kernels", "fused"), "--no-use-liger-kernels": ("--kernels", "eager")}
 
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
@@ -62,6 +64,8 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     markers = [tyro.conf.OmitArgPrefixes]  # an option's group is a heading of --help, and no part of its flag
     if getattr(options_class, "takes_words", False):
         markers.append(tyro.conf.PositionalRequiredArgs)
+    if "kernels" in list_types(options_class):
+        argv = [part for word in argv for part in SPELLINGS.get(word, (word,))]
     try:
         refuse_useless_flags(argv, options_class)
         if any("," in word for word in argv):

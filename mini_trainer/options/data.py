@@ -9,6 +9,7 @@ from mini_trainer.options.doors import NAMED_FORMATS, TEXT_FORMATS, WEIGHED_BY
 from mini_trainer.options.fields import option, parse_column, parse_subset
 
 DEFAULT_BATCH_SIZE = 128
+MAX_TOKENS = 8192  # of a micro-batch, where nothing is measured
 TRAINING_DATA = "training-data"  # among validation sets: the run's own
 DATA_CACHE_DIR = "~/.cache/mini_trainer/data"
 
@@ -30,9 +31,9 @@ class DataOptions:
     batch_tokens: int | None = option(None, at_least=1, decides="numbers")
     """Instead of --batch-size: tokens (trained or masked) per optimizer step, over all ranks; at least the longest
     sample's. Samples stay whole: each belongs to the step in which its first token falls."""
-    max_tokens_per_gpu: int | Literal["auto"] = option(8192, at_least=1)
+    max_tokens_per_gpu: int | Literal["auto"] | None = option(None, at_least=1)
     """Maximum number of tokens in a micro-batch on one rank; determines activation memory. auto: the largest value that
-    fits with a margin, measured at the start."""
+    fits with a margin, measured at the start. Default: auto on CUDA, 8,192 on CPUs and with --drop-overlong."""
     drop_overlong: bool = False
     """Drop and count samples longer than --max-tokens-per-gpu, instead of refusing to start."""
     seed: int = option(42, at_least=0, decides="numbers")

@@ -97,6 +97,7 @@ FROM_LOGITS = Doors(
 # Choices whose meaning is a value.
 DTYPES = ("bfloat16", "float16", "float32")  # torch's names
 CHECKPOINTING = ("none", "selective", "full")  # ordered by how much is recomputed
+KERNELS = ("fused", "eager")  # in the order in which they are tried
 RESHARDING = {"auto": None, "always": True, "never": False}  # fully_shard's reshard_after_forward
 # --reshard-after-backward: whether weights stay gathered between a step's micro-batches. auto: until it is settled.
 KEEPING = {"auto": False, "always": False, "never": True}

@@ -303,9 +303,9 @@ TABLE = (
     Row("disable_gradient_checkpointing", "activation_checkpointing", {True: "none", False: {}}),
     Row("activation_offloading", "offload_activations",
         {True: {"activation_checkpointing": "full", "offload_activations": True}, False: {}}),
-    Row("use_liger_kernel use_liger enable_liger_kernel dpo_use_liger_kernel liger_rope liger_rms_norm"
-        " liger_glu_activation", "use_liger_kernels"),
-    Row("liger_*", reason="--use-liger-kernels replaces norms, MLPs and rotary embeddings"),
+    Row("use_liger_kernels use_liger_kernel use_liger enable_liger_kernel dpo_use_liger_kernel liger_rope"
+        " liger_rms_norm liger_glu_activation", "kernels", {True: "fused", False: "eager"}),
+    Row("liger_*", reason="--kernels fused replaces norms, MLPs and rotary embeddings"),
     Row("compile_model torch_compile", "compile"),
     Row("torch_compile_backend torch_compile_mode", reason="--compile uses torch's inductor, block by block"),
     Row("fp8", "float8"),
@@ -420,8 +420,8 @@ DIFFERENCES = {
 # Names of InstructLab and Red Hat's mini_trainer that are arguments of the Python API: of training, of tokenization.
 TRAIN_NAMES = [
     "model_path", "ckpt_output_dir", "max_batch_len", "num_epochs", "effective_batch_size", "save_samples",
-    "warmup_steps", "random_seed", "adamw_weight_decay", "adamw_eps", "use_liger", "log_level", "mock_data_len",
-    "beta1", "beta2", "eps", "train_dtype", "save_dtype", "compile_model", "save_best_val_loss",
+    "warmup_steps", "random_seed", "adamw_weight_decay", "adamw_eps", "use_liger_kernels", "use_liger", "log_level",
+    "mock_data_len", "beta1", "beta2", "eps", "train_dtype", "save_dtype", "compile_model", "save_best_val_loss",
     "resume_from_full_state_checkpoint", "validation_frequency", "keep_last_checkpoint_only", "eval_file",
     "disable_flash_attn", "fsdp_sharding_strategy", "is_padding_free", "on_demand_checkpointing",
     "accelerate_full_state_at_epoch", "validate_at_final", "use_dolomite", "use_legacy_tmpl", "osft_output_dtype",

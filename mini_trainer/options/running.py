@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mini_trainer.options.doors import ATTENTION, CHECKPOINTING, DTYPES, KEEPING, RESHARDING, TRACKERS
+from mini_trainer.options.doors import ATTENTION, CHECKPOINTING, DTYPES, KEEPING, KERNELS, RESHARDING, TRACKERS
 from mini_trainer.options.fields import option, parse_duration, parse_machine, parse_steps
 
 MOST_SECONDS = 10 * 24 * 3600  # of a timeout: 10 days; torch's clocks overflow at far larger ones
@@ -128,10 +128,11 @@ class ComputeOptions:
     """Attention over packed sequences: the flash-attn package, torch's varlen (CUDA), varlen by the kernels of
     FlashAttention 3 (Hopper), or SDPA or plain matrix products, one sequence at a time. auto: the fastest one that the
     machine and the model support, except varlen_fa3."""
-    activation_checkpointing: Literal[*CHECKPOINTING, "auto"] = "full"
+    activation_checkpointing: Literal[*CHECKPOINTING, "auto"] | None = None
     """full: keep only each block's input and recompute the rest in backward; least memory, about a third slower.
-    selective: also keep the outputs of matrix products and attention. auto: the mode with the least recomputation that
-    fits micro-batches of --max-tokens-per-gpu, measured at the start."""
+    selective: also keep the outputs of matrix products and attention. auto: the fastest mode that fits micro-batches of
+    --max-tokens-per-gpu, measured at the start. Default: auto on CUDA, full on CPUs and with --compile or
+    --offload-activations."""
     tiled_mlp: bool = False
     """Compute MLPs, experts and norms in tiles of the row, and recompute them in backward: for rows so long that a
     single block's activations dominate memory. Costs another forward pass of these layers. Not with --compile."""
@@ -147,8 +148,10 @@ class ComputeOptions:
     float8: bool = option(False, decides="numbers")
     """Compute the blocks' linear layers in fp8 (Hopper or newer; pip install torchao): faster, less accurate. Gains
     little without --compile, which fuses the casts."""
-    use_liger_kernels: bool = False
-    """Use liger-kernel's Triton kernels for norms, MLPs and rotary embeddings (CUDA; pip install liger-kernel)."""
+    kernels: Literal["auto", *KERNELS] | None = None
+    """fused: norms, gated MLPs, rotary embeddings and sums by fused Triton kernels (CUDA; pip install liger-kernel),
+    where the model's own code computes the same; also as --use-liger-kernels. eager: that code. auto: fused, where it
+    is faster, measured at the start. Default: auto on CUDA, eager on CPUs and with --compile."""
 
 
 @dataclass(frozen=True, kw_only=True)

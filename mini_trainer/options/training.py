@@ -5,8 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from mini_trainer.options import learning, running
-from mini_trainer.options.data import DATA_CACHE_DIR, TRAINING_DATA, DataOptions, RowOptions, ValidationOptions
-from mini_trainer.options.fields import flatten_options, iterate_fields, list_facts, option
+from mini_trainer.options.data import (
+    DATA_CACHE_DIR,
+    MAX_TOKENS,
+    TRAINING_DATA,
+    DataOptions,
+    RowOptions,
+    ValidationOptions,
+)
+from mini_trainer.options.fields import Options, flatten_options, iterate_fields, list_facts, option, replace_options
 from mini_trainer.options.urls import is_url
 
 # Values that presets set for options not given by flags or YAML.
@@ -70,6 +77,19 @@ class TrainOptions:
     sharding: running.ShardingOptions = field(default_factory=running.ShardingOptions)
     profiling: running.ProfilingOptions = field(default_factory=running.ProfilingOptions)
     plan: running.PlanOptions = field(default_factory=running.PlanOptions)
+
+
+def fill_unset(options: Options, device: str) -> Options:
+    """The options with values for those left out whose default depends on the type of device: measured on CUDA, unless
+    another option needs to know the value in advance."""
+    values, is_cuda = flatten_options(options), device == "cuda"
+    needs_mode = values["compile"] or values["offload_activations"]
+    defaults = dict(
+        activation_checkpointing="auto" if is_cuda and not needs_mode else "full",
+        max_tokens_per_gpu="auto" if is_cuda and not values["drop_overlong"] else MAX_TOKENS,
+        kernels="auto" if is_cuda and not values["compile"] else "eager",
+    )
+    return replace_options(options, **{name: value for name, value in defaults.items() if values[name] is None})
 
 
 # Options that exclude each other: a given one replaces the preset's.

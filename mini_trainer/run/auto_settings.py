@@ -31,7 +31,7 @@ from mini_trainer.model.activation_checkpointing import set_activation_checkpoin
 from mini_trainer.model.optim.optimizers import count_state_bytes
 from mini_trainer.model.sharding import choose_resharding, count_gathered_bytes, prepare_backward
 from mini_trainer.options import ShardingOptions, flag_name
-from mini_trainer.options.doors import CHECKPOINTING
+from mini_trainer.options.doors import CHECKPOINTING, KERNELS
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import StepOptions, TrainState
 from mini_trainer.sampler import RunPosition
@@ -45,8 +45,12 @@ DECIDING_OPTIONS = (
     "max_tokens_per_gpu", "max_image_tokens_per_gpu", "activation_checkpointing", "tiled_mlp", "offload_activations",
     "memory_budget_gb", "attention", "compile", "float8", "sharding", "shard_size", "context_parallel",
     "reshard_after_forward", "reshard_after_backward", "prefetch_blocks", "micro_batch_grad_sync", "cpu_offload",
-    "use_liger_kernels",
+    "kernels",
 )  # fmt: skip
+ENOUGH_TOKENS = 8192  # more recomputation is not tried with a mode in which this many fit
+KERNEL_TOKENS = 4096  # at most, of the micro-batch by which kernels are compared
+MOST_SECONDS = 10.0  # of forward and backward passes, after which no other mode and no larger micro-batch is tried
+TIE = 0.03  # what is tried first wins if it takes at most this share of its time more
 PLENTY = 0.5  # with this share of the memory left over, the search ends
 SHORT_QUANTILE = 0.1  # samples up to this quantile of the lengths count as short
 
@@ -94,8 +98,14 @@ def choose_mode(find: Callable[[str], Room], modes: Sequence[str], *, enough: in
             break
     if is_timed:
         usable = {mode: room.seconds / room.num_tokens for mode, room in rooms.items() if room.num_tokens > 0}
-        mode = min(usable, key=usable.__getitem__, default=mode)
+        mode = find_fastest(usable) if usable else mode
     return mode, rooms[mode]
+
+
+def find_fastest(seconds: dict[str, float]) -> str:
+    """The first that takes hardly longer than the fastest."""
+    least = min(seconds.values())
+    return next(name for name, each in seconds.items() if each * (1 - TIE) <= least)
 
 
 def has_room_gathered(room: Room, sharding: ShardingOptions, *, weights_bytes: int) -> bool:
@@ -105,11 +115,20 @@ def has_room_gathered(room: Room, sharding: ShardingOptions, *, weights_bytes: i
     return room.num_tokens > 0 and extrapolate(room.probes, "excess_bytes", room.num_tokens) + more <= 0
 
 
-def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: float) -> Room:
+def find_room(
+    measure: Measure,
+    *,
+    first: int,
+    least: int,
+    most: int,
+    plenty: float,
+    is_late: Callable[[], bool] = lambda: False,
+) -> Room:
     """The most tokens up to `most` that fit, or 0 if fewer than `least` do.
 
     As no sequence is longer than the longest sample, memory grows evenly, so that each probe, from `first` tokens on,
-    shows how far the next may go. With more than `plenty` bytes left at `most` no more is tried.
+    shows how far the next may go. With more than `plenty` bytes left at `most` no more is tried, nor after the second
+    probe if it `is_late`.
     """
     num_tokens, probes = first, []
     while True:
@@ -117,7 +136,8 @@ def find_room(measure: Measure, *, first: int, least: int, most: int, plenty: fl
         largest = find_largest(probes, least=least, most=most)
         if len(probes) > 2 and extrapolate(probes, "excess_bytes", most) < -plenty:
             return Room(most, probes)
-        if num_tokens == most or largest <= num_tokens or len(probes) == MOST_PROBES:
+        is_last = len(probes) == MOST_PROBES or (len(probes) > 1 and is_late())
+        if num_tokens == most or largest <= num_tokens or is_last:
             return Room(largest if largest >= least else 0, probes)
         num_tokens = min(2 * num_tokens, largest)
 
@@ -207,6 +227,7 @@ class Prober:
         self.state_bytes = count_state_bytes(shards, state.model, options.optimization)
         self.mode = options.compute.activation_checkpointing
         self.probes: dict[str, list[dict[str, Any]]] = {}  # by mode
+        self.seconds = 0.0  # of all micro-batches so far, the same on all ranks
         self.resident = 0 if self.is_cuda else resident_memory()
         self.counter = MemoryCounter()
 
@@ -247,6 +268,7 @@ class Prober:
         most = torch.tensor([needed - self.limit, needed, peak - before, seconds], dtype=torch.float64)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world.control)
         excess, needed, activations, seconds = most.tolist()
+        self.seconds += 2 * len(micro_batches) * seconds
         log.info(f"  {num_tokens:,} tokens need {needed / GIB:,.2f} GiB and {seconds:.3f} s")
         return Probe(num_tokens, int(needed), int(activations), int(excess), seconds)
 
@@ -259,11 +281,34 @@ class Prober:
     def find_room(self, mode: str, *, least: int, most: int) -> Room:
         """Number of tokens, from `least` to `most`, that fit in this mode."""
         self.set_mode(mode)
-        first = min(least, max(2, self.longest // 8), FIRST_TOKENS)
         with contextlib.nullcontext() if self.is_cuda else self.counter:
-            room = find_room(self.measure, first=first, least=least, most=most, plenty=PLENTY * self.limit)
+            room = find_room(
+                self.measure,
+                first=self.find_first(least),
+                least=least,
+                most=most,
+                plenty=PLENTY * self.limit,
+                is_late=lambda: self.seconds > MOST_SECONDS,
+            )
         self.probes[mode] = [probe.to_json() for probe in room.probes]
         return room
+
+    def find_first(self, least: int) -> int:
+        """Tokens of a first probe, which certainly has room."""
+        return min(least, max(2, self.longest // 8), FIRST_TOKENS)
+
+    def choose_kernels(self, *, least: int, most: int) -> str:
+        """The faster kernels, at one size, which has room."""
+        first = self.measure(self.find_first(least))
+        num_tokens = max(first.tokens, find_largest([first], least=least, most=min(most, KERNEL_TOKENS)))
+        seconds = {}
+        for name in KERNELS:
+            self.state.model.kernels.is_on = name == "fused"
+            seconds[name] = self.measure(num_tokens).seconds
+        self.probes["kernels"] = [dict(kernels=name, tokens=num_tokens, seconds=each) for name, each in seconds.items()]
+        fastest = find_fastest(seconds)
+        self.state.model.kernels.is_on = fastest == "fused"
+        return fastest
 
     def clean_up(self) -> None:
         # Gradients that FSDP still keeps for itself would come out in the first step: hand them over, and drop them.
@@ -297,6 +342,8 @@ def measure_auto_options(
         device=describe_device(world.device),
         world_size=world.world_size,
         given={name: values[name] for name in DECIDING_OPTIONS},
+        attention=state.model.backend,
+        has_kernels=bool(state.model.kernels.num_modules),
     )
     num_sharing = count_sharing(world.row_group)
     num_rows = world.world_size // num_sharing
@@ -305,12 +352,17 @@ def measure_auto_options(
     is_known = all(chosen.get(key) == value for key, value in place.items())
     is_known = is_known and chosen.get("max_tokens_per_gpu", longest) * num_sharing >= longest
     if not call_on_rank0(world, lambda: is_known):  # ranks may have devices of different names
+        if changed := [key for key, value in place.items() if previous and previous.get(key) != value]:
+            log.info(f"auto: chosen again, since the run's {', '.join(changed)} changed")
         prober = Prober(state, inputs, options, progress=progress)
         found = probe_settings(prober, options, inputs.data, most=most)
         chosen = place | {name: found[name] for name in names}
         chosen |= dict(limit_bytes=prober.limit, seconds=found["seconds"], probes=prober.probes)
-    elif "activation_checkpointing" in names:  # else the prober has done so
-        set_activation_checkpointing(state.model, state.method, chosen["activation_checkpointing"])
+    else:  # what the prober would have done
+        if "activation_checkpointing" in names:
+            set_activation_checkpointing(state.model, state.method, chosen["activation_checkpointing"])
+        if "kernels" in names:
+            state.model.kernels.is_on = chosen["kernels"] == "fused"
     settled = {name: chosen[name] for name in names}
     if settled.get("reshard_after_forward") == "never" and not state.model.is_whole:
         state.model.set_reshard_after_forward(False)
@@ -326,12 +378,19 @@ def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most:
     if given != "auto":
         least = most = max(longest, min(most, given * num_sharing))
 
+    kernels = options.compute.kernels
+    if kernels == "auto" and prober.state.model.kernels.num_modules:
+        if mode == "auto":
+            prober.set_mode(CHECKPOINTING[-1])
+        kernels = prober.choose_kernels(least=least, most=most)
+
     def find(mode: str) -> Room:
         if options.compute.activation_checkpointing == "auto":
             log.info(f"auto: --activation-checkpointing {mode}")
         return prober.find_room(mode, least=least, most=most)
 
-    mode, room = choose_mode(find, CHECKPOINTING if mode == "auto" else (mode,), enough=most, is_timed=True)
+    enough = min(most, max(longest, ENOUGH_TOKENS * num_sharing))
+    mode, room = choose_mode(find, CHECKPOINTING if mode == "auto" else (mode,), enough=enough, is_timed=True)
     prober.set_mode(mode)
     if room.num_tokens == 0 and given == "auto":
         raise ValueError(refuse_longest(data, room))
@@ -346,7 +405,8 @@ def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most:
     weights_bytes = count_gathered_bytes(model.model, model.compute_dtype, model.kept)
     has_room = model.is_whole or has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
     resharding = choose_resharding(options.sharding, has_room=has_room)
-    return dict(activation_checkpointing=mode, max_tokens_per_gpu=cap, seconds=room.seconds) | resharding
+    found = dict(kernels=kernels, activation_checkpointing=mode, max_tokens_per_gpu=cap)
+    return found | dict(seconds=room.seconds) | resharding
 
 
 class MemoryCounter(TorchDispatchMode):

@@ -17,7 +17,7 @@ from mini_trainer.model.optim.optimizers import learning_rate_at
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.objectives.families.family import check_positions
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.objective import PackedModel, TeacherModel
+from mini_trainer.objectives.objective import Objective, PackedModel, TeacherModel
 from mini_trainer.options import ComputeOptions, OptimizationOptions, flatten_options
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import StepOptions, TrainState
@@ -53,20 +53,18 @@ def build_run_model(
         progress=progress,
     )
     build = functools.partial(build_from, inputs.source)
-    # Without liger-kernel: its rotary embeddings would become those of the run's model as well, which may have to keep
-    # outputs that they rotate in place.
     plain = replace(
         compute,
         compile=False,
         activation_checkpointing="none",
         tiled_mlp=False,
         offload_activations=False,
-        use_liger_kernels=False,
+        kernels="eager",
     )
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
-    check_model(model, inputs.objective, world=world)
+    check_with_kernels(model, inputs.objective, world=world)
     if model.compiled:
         from mini_trainer.model.compiled_check import check_compiled
 
@@ -87,6 +85,19 @@ def build_run_model(
             add_reference(inputs, model, build_other, world=world, progress=progress)
     log.info(describe_model(inputs, options, model))
     return model
+
+
+def check_with_kernels(model: PackedModel, objective: Objective, *, world: World) -> None:
+    """The start-up check; where only fused kernels fail it, the model goes on without them."""
+    try:
+        check_model(model, objective, world=world)
+    except ValueError as error:
+        if not model.kernels.num_modules:
+            raise
+        model.kernels.num_modules = 0
+        model.kernels.is_on = False
+        check_model(model, objective, world=world)
+        log.warning(f"warning: steps are slower, without fused kernels, since with them: {error}")
 
 
 def make_average(model: PackedModel, options: OptimizationOptions, *, end: int | None) -> "WeightAverage | None":
@@ -158,7 +169,7 @@ def describe_model(inputs: RunInputs, options: StepOptions, model: PackedModel) 
         f"{compute.activation_checkpointing} activation checkpointing",
         *(["tiled MLPs"] if compute.tiled_mlp else []),
         *(["offloaded activations"] if compute.offload_activations else []),
-        *(["liger kernels"] if compute.use_liger_kernels else []),
+        *(["fused kernels"] if model.kernels.num_modules and model.kernels.is_on else []),
         *(["compiled blocks"] if compute.compile else []),
         method.describe(),
         f"objective {inputs.objective.title}",
@@ -183,11 +194,18 @@ def settle_auto_options(
     All ranks call this and agree. See `auto_settings.measure_auto_options`.
     """
     values = flatten_options(options)
-    names = [name for name in ("activation_checkpointing", "max_tokens_per_gpu") if values[name] == "auto"]
+    settled: dict[str, Any] = {}
+    if values["kernels"] != "eager" and not state.model.kernels.num_modules:  # the model has none, or they fail
+        settled = {"kernels": "eager"}
+    choices = ("kernels", "activation_checkpointing", "max_tokens_per_gpu")
+    names = [name for name in choices if settled.get(name, values[name]) == "auto"]
     unmeasured = choose_resharding(options.sharding, has_room=state.model.is_whole)
     if not names and not is_worth_measuring(unmeasured, state.world.device):
-        return unmeasured, None
+        return settled | unmeasured, None
     from mini_trainer.run.auto_settings import measure_auto_options
 
     names += unmeasured
-    return measure_auto_options(state, inputs, options, names, start=start, previous=previous, progress=progress)
+    chosen, record = measure_auto_options(
+        state, inputs, options, names, start=start, previous=previous, progress=progress
+    )
+    return settled | chosen, record

@@ -4,6 +4,7 @@ Errors are collected, so that all of them are reported at once.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +19,10 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.watch import RunControl
-from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
 from mini_trainer.model.build import choose_compute_dtype
 from mini_trainer.model.config import check_rope, choose_tokenizer, load_config, load_generation_config
+from mini_trainer.model.kernels import find_obstacle
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import open_optimizer
 from mini_trainer.objectives import objective
@@ -34,11 +36,13 @@ from mini_trainer.options import (
     TrainOptions,
     ValidationOptions,
     VisionOptions,
+    fill_unset,
     flag_name,
     list_data_sets,
     list_validation_data,
     names_raw_data,
     parse_subset,
+    replace_options,
 )
 from mini_trainer.options.doors import METHODS
 from mini_trainer.options.fields import check_choices
@@ -52,6 +56,28 @@ from mini_trainer.sampler import RunPosition, choose_batching, count_steps
 
 if TYPE_CHECKING:
     from mini_trainer.run.samples import Samples
+
+
+def settle_by_device(
+    options: TrainOptions, device: torch.device, find_obstacle: Callable[[], str | None]
+) -> TrainOptions:
+    """The options with what the device decides: defaults of options left out, and whether there are fused kernels.
+
+    `find_obstacle`: why there can be none, if so. ValueError for kernels that are asked for and cannot be had.
+    """
+    options = fill_unset(options, device.type)
+    if options.compute.kernels == "eager" or (obstacle := find_obstacle()) is None:
+        return options
+    if options.compute.kernels == "fused":
+        raise ValueError(f"--kernels fused (--use-liger-kernels) needs a CUDA device and liger-kernel: {obstacle}")
+    log.info(f"kernels: eager, since {obstacle}")
+    return replace_options(options, kernels="eager")
+
+
+def find_any_obstacle(world: World) -> str | None:
+    """Why one of the ranks can have no fused kernels; None if all can. All ranks call this together."""
+    obstacles = gather_on_rank0(world, find_obstacle(world.device))
+    return call_on_rank0(world, lambda: next(filter(None, obstacles), None))
 
 
 def open_inputs(

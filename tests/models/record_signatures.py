@@ -50,8 +50,10 @@ FUNCTIONS = {
     ],
     "torch/cuda/random.py": ["get_rng_state"],
     "torch/cuda/streams.py": ["Stream.__new__", "Stream.record_event", "Stream.wait_event", "Stream.wait_stream"],
-    "liger_kernel/transformers/monkey_patch.py": ["_apply_liger_kernel_to_instance"],
-    "liger_kernel/transformers/rope.py": ["liger_rotary_pos_emb"],
+    "liger_kernel/ops/rms_norm.py": ["LigerRMSNormFunction.forward"],
+    "liger_kernel/ops/fused_add_rms_norm.py": ["LigerFusedAddRMSNormFunction.forward"],
+    "liger_kernel/ops/swiglu.py": ["LigerSiLUMulFunction.forward"],
+    "liger_kernel/ops/geglu.py": ["LigerGELUMulFunction.forward"],
     "flash_attn/flash_attn_interface.py": ["flash_attn_varlen_func"],
     "torchao/float8/float8_linear_utils.py": ["convert_to_float8_training"],
     "torchao/float8/config.py": ["Float8LinearConfig.from_recipe_name"],
@@ -59,7 +61,6 @@ FUNCTIONS = {
     "transformers/modeling_utils.py": ["PreTrainedModel._get_dtype_plan"],
     "bitsandbytes/functional.py": ["dequantize_4bit", "int8_vectorwise_dequant", "quantize_4bit"],
 }  # fmt: skip
-LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"  # model type -> function
 RECIPES = "Float8LinearRecipeName"  # an enumeration
 OPERATORS = re.compile(r"(torch_attn::_varlen_attn|flash_attn::_flash_attn_varlen_forward)(_backward)?")
 # Operators of torch, by file and by their schema's beginning.
@@ -127,7 +128,7 @@ def read_signatures(files: dict[str, str]) -> Iterator[tuple[str, str]]:
             module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             yield from ((f"{module}.{name}", describe(functions[name])) for name in FUNCTIONS[path])
             yield from list_operators(functions)
-            yield from list_values(tree, functions)
+            yield from list_values(tree)
 
 
 def list_functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -158,12 +159,9 @@ def list_operators(functions: dict[str, ast.FunctionDef]) -> Iterator[tuple[str,
                 yield found.group(), describe(function)
 
 
-def list_values(tree: ast.Module, functions: dict[str, ast.FunctionDef]) -> Iterator[tuple[str, str]]:
-    """Yields liger-kernel's functions by model type, and torchao's names of recipes, whose signature is empty."""
+def list_values(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yields torchao's names of recipes, whose signature is empty."""
     for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == LIGER_TABLE:
-            for key, value in zip(node.value.keys, node.value.values, strict=True):
-                yield f"{LIGER_TABLE}[{key.value}]", describe(functions[value.id])
         if isinstance(node, ast.ClassDef) and node.name == RECIPES:
             yield from ((f"{RECIPES}({each.value.value})", "()") for each in node.body if isinstance(each, ast.Assign))
 

@@ -11,7 +11,6 @@ from processes import flags
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World
-from mini_trainer.model.faster_layers import forget_liger_kernels
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.plan.planner import plan_run
@@ -45,7 +44,6 @@ def end_here(world: World, **options: object) -> tuple[ExitCode, str, str]:
         return train(group_options(TrainOptions, **options), world, control)
     finally:
         control.close()
-        forget_liger_kernels()  # which the next run's model would have, whether it asks for them or not
 
 
 class Unwatched(RunControl):

@@ -4,6 +4,7 @@ Triton compiles when a kernel first runs: it needs a C compiler, Python's header
 """
 
 import functools
+import importlib.util
 
 import torch
 
@@ -26,3 +27,12 @@ def are_usable(device: torch.device) -> bool:
         log.warning(f"no Triton kernels, so steps are slower: {type(error).__name__}: {reason}")
         return False
     return True
+
+
+def find_obstacle(device: torch.device) -> str | None:
+    """Why a model's modules cannot have fused kernels on a device; None if they can."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed (pip install liger-kernel)"
+    return None if are_usable(device) else "Triton's kernels do not run here"

@@ -150,20 +150,20 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
             "--drop-overlong has no effect with --max-tokens-per-gpu auto, which never goes below the longest sample:"
             " drop long samples with process_data.py --max-sample-num-tokens, or give a number"
         )
-    has_use = is_auto or compute.activation_checkpointing == "auto" or options.plan.dry_run
-    if compute.memory_budget_gb is not None and not has_use:
+    has_use = not {"auto", None}.isdisjoint((options.data.max_tokens_per_gpu, compute.activation_checkpointing))
+    if compute.memory_budget_gb is not None and not has_use and not options.plan.dry_run:
         problems.append(
             "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
             " --dry-run"
         )
-    if compute.use_liger_kernels and compute.compile:
+    if compute.kernels in ("fused", "auto") and compute.compile:
         problems.append(
-            "--use-liger-kernels cannot be used with --compile, which writes kernels for the same operations: give only"
-            " one of them"
+            f"--kernels {compute.kernels} (--use-liger-kernels) cannot be used with --compile, which writes kernels for"
+            " the same operations: give only one of them"
         )
     if compute.tiled_mlp and compute.compile:
         problems.append("--tiled-mlp cannot be used with --compile, which compiles whole blocks: give only one of them")
-    if compute.offload_activations and compute.activation_checkpointing != "full":
+    if compute.offload_activations and compute.activation_checkpointing not in ("full", None):
         problems.append(
             "--offload-activations moves the block inputs that --activation-checkpointing full keeps, given"
             f" {compute.activation_checkpointing}: use full, or remove the option"

@@ -179,6 +179,8 @@ def plan_memory(
         if run.model is not None:
             describe_model(options, run.model, findings)
         return options, None, False
+    if options.compute.kernels == "auto":
+        options = replace_options(options, kernels="fused" if run.model.meta.kernels.num_modules else "eager")
     packing = memory = obstacle = None
     try:
         options = settle_by_simulation(options, target, run, findings)
@@ -230,7 +232,7 @@ def describe_model(options: StepOptions, model: simulation.PlannedModel, finding
     findings.lines.append(
         f"model: {model.meta.model.config.model_type}, {model.num_params:,} parameters, {model.num_trainable:,} of"
         f" them trainable; {dtype} compute, {options.compute.activation_checkpointing} activation checkpointing,"
-        f" {', '.join([*resharding, model.method.title])}"
+        f" {options.compute.kernels} kernels, {', '.join([*resharding, model.method.title])}"
     )
     if model.meta.left_out.parts:
         num_bytes = DTYPES[options.optimization.master_weights].itemsize
@@ -246,9 +248,7 @@ def simulated_compute(compute: ComputeOptions, target: Target, inputs: RunInputs
     if target.device.type != "cpu" and not (attention in BACKENDS and BACKENDS[attention].stores_scores):
         attention = "auto"
     dtype = str(inputs.compute_dtype).removeprefix("torch.")
-    return replace(
-        compute, attention=attention, compute_dtype=dtype, compile=False, float8=False, use_liger_kernels=False
-    )
+    return replace(compute, attention=attention, compute_dtype=dtype, compile=False, float8=False)
 
 
 def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, findings: Findings) -> StepOptions:

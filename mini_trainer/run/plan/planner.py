@@ -37,6 +37,7 @@ from mini_trainer.distributed.world import (
 )
 from mini_trainer.model.build import make_meta_model
 from mini_trainer.model.flops import count_flops
+from mini_trainer.model.kernels import find_obstacle
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.averages import find_first_step
 from mini_trainer.model.optim.optimizers import build_optimizer
@@ -48,6 +49,7 @@ from mini_trainer.options import (
     OptimizationOptions,
     TrainOptions,
     ValidationOptions,
+    fill_unset,
     flatten_options,
     list_data_sets,
     parse_machine,
@@ -64,7 +66,7 @@ from mini_trainer.run.raw_rows import find_local_data
 from mini_trainer.run.references import find_unscored
 from mini_trainer.run.run_directory import read_origin
 from mini_trainer.run.run_model import build_run_model, describe_schedule, weigh_images
-from mini_trainer.run.start import choose_method, open_inputs
+from mini_trainer.run.start import choose_method, open_inputs, settle_by_device
 from mini_trainer.run.start_checks import describe_start
 from mini_trainer.run.step import StepOptions, TrainState, run_backward, update_weights
 from mini_trainer.sampler import Batching, RunPosition, iterate_batches
@@ -90,6 +92,12 @@ def plan_run(options: TrainOptions) -> ExitCode:
         options = replace_options(options, **found)
         step_options = choose_step_options(options)
         target = find_target(device_name, step_options, world_size, findings, is_here=is_here)
+        is_known = is_here or target.device.type == "cpu"  # of another machine it is assumed that it can have kernels
+        settled = findings.problems.attempt(
+            lambda: settle_by_device(options, target.device, lambda: find_obstacle(target.device) if is_known else None)
+        )
+        options = settled or replace_options(fill_unset(options, target.device.type), kernels="eager")
+        step_options = choose_step_options(options)
         run = look_at_run(options, target, findings)
         describe_run(target, run, options.optimization, findings)
         settled, packing, is_simulated = memory.plan_memory(step_options, target, run, findings)
@@ -125,7 +133,11 @@ def choose_step_options(options: TrainOptions) -> StepOptions:
 def list_changes(settled: StepOptions, options: TrainOptions) -> dict[str, Any]:
     """The values of options that may have been auto, and local paths of data sets in place of rows and URLs."""
     mode, values = settled.compute.activation_checkpointing, flatten_options(options)
-    numbers = dict(activation_checkpointing=mode, max_tokens_per_gpu=settled.data.max_tokens_per_gpu)
+    numbers = dict(
+        activation_checkpointing=mode,
+        max_tokens_per_gpu=settled.data.max_tokens_per_gpu,
+        kernels=settled.compute.kernels,
+    )
     return numbers | list_resharding(settled.sharding) | {name: values[name] for name in list_data_sets(options)}
 
 

@@ -188,7 +188,7 @@ class PlannedModel:
 
 def lay_out_model(options: StepOptions, inputs: RunInputs, compute: ComputeOptions, method: Method) -> PlannedModel:
     """The model on the meta device, as a run on a CPU would lay it out. ValueError for models that cannot be trained.
-    `compute` without --compile, --float8 and --use-liger-kernels, which need the device itself. `method`: a new one,
+    `compute` without --compile and --float8, which need the device itself. `method`: a new one,
     whose layers the model gets.
     """
     meta = make_meta_model(inputs.source, compute, family=inputs.family, method=method, device=torch.device("cpu"))

@@ -1,0 +1,316 @@
+"""Fused kernels in the modules of a model: RMS norms, gated MLPs, rotary embeddings, and sums before a norm.
+
+A module gets one if its own code computes what the kernel does, which is tried out on random numbers; there is no list
+of model types. Names, parameters and checkpoints stay as they are, and each module has a switch. Norms, MLPs and sums
+are liger-kernel's functions, called directly.
+"""
+
+import ast
+import copy
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn.functional import gelu, silu
+
+from mini_trainer.objectives.objective import KernelSwitch
+
+ROTATE = "apply_rotary_pos_emb"  # transformers' name for it, in each of its files
+
+
+@dataclass
+class Fused:
+    """A module's forward method in two forms: its own, and by fused kernels."""
+
+    own: Callable
+    fused: Callable
+    add: Callable | None = None  # of a norm: (residual, hidden) -> (norm of the sum, the sum)
+    switch: KernelSwitch = field(default_factory=KernelSwitch)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.fused if self.switch.is_on else self.own)(*args, **kwargs)
+
+
+def apply_kernels(model: nn.Module, blocks: nn.ModuleList) -> KernelSwitch:
+    """Gives each module the kernels for what it computes; later changes to `forward` go around them."""
+    switch = KernelSwitch()
+    for module in [*model.modules(), *blocks]:  # blocks once more, after their norms
+        fused = fuse_norm(module) or fuse_mlp(module) or fuse_rotation(module) or fuse_sums(module)
+        if fused is not None and not isinstance(module.forward, Fused):
+            module.forward, fused.switch = fused, switch
+            switch.num_modules += 1
+    return switch
+
+
+def try_out(compute: Callable[[], Any]) -> Any:
+    """The result on random numbers, the same ones each time; None if the code needs more than it is given."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            return compute()
+    except Exception:  # of a model's code, which may be anything
+        return None
+
+
+# Norms. A kind of norm: (epsilon, what is added to the weight, liger-kernel's name for when it rounds).
+
+Kind = tuple[float, float, str]
+
+
+def fuse_norm(module: nn.Module) -> Fused | None:
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if [*module._parameters] != ["weight"] or module._modules or weight.ndim != 1 or not isinstance(epsilon, float):
+        return None
+    kind = find_kind(module, epsilon)
+    if kind is None:
+        return None
+    own = module.forward
+    return Fused(
+        own,
+        functools.partial(normalize, module, own, kind),
+        functools.partial(add_and_normalize, module, own, kind),
+    )
+
+
+def find_kind(module: nn.Module, epsilon: float) -> Kind | None:
+    """The kind of a norm's code, by its result in bf16, which shows when it rounds."""
+    tried = copy.copy(module)
+    x, weight = try_out(lambda: (torch.randn(5, 64).bfloat16(), torch.randn(64).bfloat16()))
+    tried._parameters = {"weight": nn.Parameter(weight)}
+    result = try_out(lambda: tried.forward(x))
+    scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+    for offset in (0.0, 1.0):
+        rounded_last = (scaled * (offset + weight.float())).bfloat16()
+        for casting, expected in (("llama", (offset + weight) * scaled.bfloat16()), ("gemma", rounded_last)):
+            if isinstance(result, Tensor) and result.dtype == x.dtype and torch.equal(result, expected):
+                return epsilon, offset, casting
+    return None
+
+
+def normalize(module: nn.Module, own: Callable, kind: Kind, x: Tensor) -> Tensor:
+    weight = module.weight
+    if x.dtype != weight.dtype:  # a weight kept in fp32: its product has another type
+        return own(x)
+    if isinstance(x, FakeTensor):
+        return Simulated.apply("norm", x, weight)
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return LigerRMSNormFunction.apply(x, weight, *kind, False)  # not in place: others may have the gradient, too
+
+
+def add_and_normalize(
+    module: nn.Module, own: Callable, kind: Kind, residual: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    weight = module.weight
+    if hidden.dtype != weight.dtype or residual.dtype != weight.dtype:
+        return own(total := residual + hidden), total
+    if isinstance(hidden, FakeTensor):
+        return Simulated.apply("sum", hidden, residual, weight)
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    return LigerFusedAddRMSNormFunction.apply(hidden, residual, weight, *kind, False)
+
+
+# Gated MLPs.
+
+GATED = {"gate_proj", "up_proj", "down_proj"}
+ACTIVATIONS = {"silu": silu, "gelu": functools.partial(gelu, approximate="tanh")}
+
+
+def fuse_mlp(module: nn.Module) -> Fused | None:
+    """down(activation(gate(x)) up(x))."""
+    activate = getattr(module, "act_fn", None)
+    if activate is None or any(type(getattr(module, name, None)) is not nn.Linear for name in GATED):
+        return None
+    tried = copy.copy(module)
+    x, *layers = try_out(lambda: (torch.randn(5, 8), *(nn.Linear(8, 8, bias=False) for _ in GATED)))
+    tried._modules = module._modules | dict(zip(sorted(GATED), layers, strict=True))
+    down, gate, up = layers
+    result = try_out(lambda: tried.forward(x))
+    for name, function in ACTIVATIONS.items():
+        expected = try_out(lambda function=function: down(function(gate(x)) * up(x)))
+        if isinstance(result, Tensor) and torch.allclose(result, expected, rtol=1e-6, atol=1e-6):
+            return Fused(module.forward, functools.partial(run_mlp, module, name))
+    return None
+
+
+def run_mlp(module: nn.Module, activation: str, x: Tensor) -> Tensor:
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if isinstance(gate, FakeTensor):
+        gated = Simulated.apply("gated", gate, up)
+    elif activation == "silu":
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        gated = LigerSiLUMulFunction.apply(gate, up)
+    else:
+        from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+        gated = LigerGELUMulFunction.apply(gate, up)
+    return module.down_proj(gated)
+
+
+# Rotary embeddings.
+
+
+def fuse_rotation(module: nn.Module) -> Fused | None:
+    forward = getattr(module.forward, "__func__", None)  # of the class
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    if ROTATE not in forward.__code__.co_names or not is_rotation(own := forward.__globals__.get(ROTATE)):
+        return None
+    fused = rebuild(forward, forward.__code__, {ROTATE: functools.partial(rotate, own)})
+    return Fused(module.forward, MethodType(fused, module))
+
+
+def rebuild(function: FunctionType, code: Any, names: dict[str, Any]) -> FunctionType:
+    """The function with other code, or with other things behind some global names."""
+    rebuilt = FunctionType(code, function.__globals__ | names, function.__name__, function.__defaults__)
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
+    return rebuilt
+
+
+@functools.cache
+def is_rotation(function: Any) -> bool:
+    """Whether it computes x cos + rotate_half(x) sin, for any cosines and sines."""
+
+    def compute() -> Any:
+        query, key, cos, sin = (
+            torch.randn(1, 3, 5, 8),
+            torch.randn(1, 2, 5, 8),
+            torch.randn(1, 5, 8),
+            torch.randn(1, 5, 8),
+        )
+        pairs = zip(function(query, key, cos, sin), (query, key), strict=True)
+        return [
+            (turned, x * cos[:, None] + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin[:, None]) for turned, x in pairs
+        ]
+
+    return bool(pairs := try_out(compute)) and all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in pairs)
+
+
+def rotate(
+    own: Callable, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    is_whole = query.ndim == 4 and cos.ndim == 3 and cos.shape == sin.shape and cos.shape[1:] == query.shape[2:]
+    if (
+        args or kwargs or not is_whole or len(cos) not in (1, len(query))
+    ):  # of a part of each head, or laid out otherwise
+        return own(query, key, cos, sin, *args, **kwargs)
+    if isinstance(query, FakeTensor):
+        return Simulated.apply("rotation", query, key, cos, sin)
+    from mini_trainer.model.kernels.rotary import Rotation
+
+    return Rotation.apply(query, key, cos, sin)
+
+
+# Sums before a norm.
+
+CALL = "__add_and_normalize"  # in the rebuilt method
+CHECKPOINTING = "forward_with_checkpointing"  # transformers' own wrapper of a block's method, which is never turned on
+
+
+def fuse_sums(block: nn.Module) -> Fused | None:
+    forward = getattr(block.forward, "__func__", None)
+    while getattr(forward, "__code__", None) is not None and forward.__code__.co_name == CHECKPOINTING:
+        forward = forward.__wrapped__
+    fused, norms = fuse_sums_of(forward) if isinstance(forward, FunctionType) else (None, ())
+    if fused is None or not any(getattr(getattr(block, norm).forward, "add", None) for norm in norms):
+        return None
+    return Fused(block.forward, MethodType(fused, block))
+
+
+@functools.cache
+def fuse_sums_of(forward: FunctionType) -> tuple[FunctionType | None, tuple[str, ...]]:
+    """A forward method in which each
+
+        hidden = residual + hidden; residual = hidden; hidden = self.norm(hidden)
+
+    is one call, and the names of these norms; None if there is none, or if the method is not plain.
+    """
+    if hasattr(forward, "__wrapped__") or forward.__closure__:
+        return None, ()
+    try:
+        lines, first = inspect.getsourcelines(forward)
+        (method,) = (tree := ast.parse(textwrap.dedent("".join(lines)))).body
+    except (OSError, SyntaxError):
+        return None, ()
+    method.decorator_list, method.returns = [], None
+    for argument in [node for node in ast.walk(method.args) if isinstance(node, ast.arg)]:
+        argument.annotation = None
+    body, norms = [], []
+    for statement in method.body:
+        body.append(statement)
+        if (match := match_sum(body[-3:])) is not None:
+            body[-3:] = [ast.copy_location(ast.parse(match[0]).body[0], statement)]
+            norms.append(match[1])
+    if not norms:
+        return None, ()
+    method.body = body
+    ast.increment_lineno(ast.fix_missing_locations(tree), first - 1)
+    module_code = compile(tree, forward.__code__.co_filename, "exec")
+    (code,) = (each for each in module_code.co_consts if inspect.iscode(each))
+    return rebuild(forward, code, {CALL: call_norm}), tuple(norms)
+
+
+def match_sum(statements: list[ast.stmt]) -> tuple[str, str] | None:
+    """The one call in place of these three statements, and the norm's name; None if they are others."""
+    words = [ast.unparse(each) for each in statements]
+    names = [word.partition(" = ")[0] for word in words]
+    if len(words) != 3 or names[0] != names[2] or not all(map(str.isidentifier, names)):
+        return None
+    hidden, residual, _ = names
+    norm = words[2].removeprefix(f"{hidden} = self.").removesuffix(f"({hidden})")
+    sums = (f"{hidden} = {residual} + {hidden}", f"{hidden} = {hidden} + {residual}")
+    rest = [f"{residual} = {hidden}", f"{hidden} = self.{norm}({hidden})"]
+    if words[0] not in sums or words[1:] != rest or not norm.isidentifier():
+        return None
+    return f"{hidden}, {residual} = {CALL}(self.{norm}, {residual}, {hidden})", norm
+
+
+def call_norm(norm: nn.Module, residual: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of the sum, and the sum; by the norm itself if something is around its kernel."""
+    fused = norm.forward
+    if isinstance(fused, Fused) and fused.add is not None and fused.switch.is_on and not norm._forward_hooks:
+        return fused.add(residual, hidden)
+    total = residual + hidden
+    return norm(total), total
+
+
+class Simulated(torch.autograd.Function):
+    """In a plan, where no kernel runs: allocates what a kernel returns and keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: str, *inputs: Tensor) -> Any:
+        ctx.kernel, (first, second, *others) = kernel, inputs
+        scales = first.new_empty(first.shape[:-1], dtype=torch.float32)  # of a norm's rows
+        outputs, kept = (torch.empty_like(first),), inputs
+        match kernel:
+            case "norm":
+                kept = (first, second, scales)
+            case "sum":
+                outputs = (*outputs, torch.empty_like(first))
+                kept = (outputs[1], *others, scales)
+            case "rotation":
+                outputs, kept = (*outputs, torch.empty_like(second)), others
+        ctx.save_for_backward(*kept)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        match ctx.kernel:
+            case "norm":
+                return None, torch.empty_like(gradients[0]), torch.empty_like(kept[1])
+            case "sum":
+                return None, *[torch.empty_like(gradients[0])] * 2, torch.empty_like(kept[1])
+            case "gated":  # in place of what was kept
+                return None, *kept
+        return None, *map(torch.empty_like, gradients), None, None

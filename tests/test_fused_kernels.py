@@ -1,0 +1,174 @@
+"""Fused kernels in a model's modules: where they are put, that they train as its own code does, and who decides."""
+
+import json
+import logging
+
+import pytest
+import torch
+from breadth import long
+from in_process import print_plan, train_here
+from kernels_standin import PARTS, Kernels
+from recorded import RELEASES
+from small_runs import OPTIONS, full_gradients, make_inputs, make_micro_batch, read_rows
+from tiny_models import FAMILIES, build, check, save_model
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+from mini_trainer.model.kernels.layers import find_kind, fuse_mlp, fuse_sums_of, is_rotation
+
+LENGTHS = (13, 1, 22, 7)
+# Parts of each family; the others keep its own code.
+PARTS_OF = {
+    "llama": PARTS,
+    "qwen3": PARTS,
+    "gemma3": PARTS,
+    "olmo2": ("norm", "gated", "rotary"),
+    "granite_scaled": ("norm", "gated", "rotary"),
+    "mixtral": ("norm", "sum", "rotary"),
+    "gpt_oss_sinks": ("norm", "sum"),
+    "cohere_scaled": ("gated",),
+    "phi_head_bias": ("rotary",),
+}
+
+
+@pytest.fixture
+def install(monkeypatch):
+    def install(*args: str, **kwargs: str) -> Kernels:
+        kernels = Kernels(*args, **kwargs)
+        kernels.install(monkeypatch)
+        return kernels
+
+    return install
+
+
+def run_backward(model) -> dict[str, Tensor]:
+    loss = model(make_micro_batch(LENGTHS, seed=0)).loss
+    loss.backward()
+    return {"loss": loss.detach()} | full_gradients(model)
+
+
+@pytest.mark.parametrize("mode", ["full", long("selective"), long("none")])
+@pytest.mark.parametrize("family", PARTS_OF)
+def test_a_familys_kernels_are_in_place_and_give_its_gradients(family, mode, world, tmp_path, install):
+    path = save_model(FAMILIES[family], tmp_path)
+    plain = run_backward(build(path, world))
+    kernels = install()
+    model = build(path, world, kernels="fused", activation_checkpointing=mode)
+    check(model, world)
+    for is_on in (True, False):
+        kernels.num_calls, model.kernels.is_on = dict.fromkeys(PARTS, 0), is_on
+        ours = run_backward(model)
+        model.zero_grad()
+        assert [part for part in PARTS if kernels.num_calls[part]] == [*(PARTS_OF[family] if is_on else ())]
+        for name, expected in plain.items():
+            assert (ours[name] - expected).norm() <= 1e-5 * expected.norm(), (is_on, name)
+
+
+@pytest.mark.parametrize("release", RELEASES["liger-kernel"])
+def test_every_release_takes_what_it_is_given(release, world, tmp_path, install):
+    kernels = install(release)
+    for family in ("llama", "gemma3"):
+        run_backward(build(save_model(FAMILIES[family], tmp_path / family), world, kernels="fused"))
+    assert all(kernels.num_calls.values())
+
+
+@pytest.mark.parametrize("options", [{}, long(dict(tiled_mlp=True)), long(dict(lora=True, lora_rank=4))])
+@pytest.mark.parametrize("faulty", [None, *PARTS])
+def test_a_run_whose_kernels_are_faulty_goes_on_without_them(faulty, options, world, tmp_path, install, caplog):
+    run = OPTIONS | make_inputs(tmp_path, "llama") | options | dict(max_steps=2, checkpoint_every_steps=None)
+    rows = []
+    for kernels in ("eager", "fused"):
+        if kernels == "fused":
+            stand_ins = install(faulty=faulty)
+        train_here(world, **run, output_dir=str(tmp_path / kernels), kernels=kernels)
+        rows.append([(row["loss"], row["grad_norm"]) for row in read_rows(tmp_path / kernels)])
+    warned = any("without fused kernels" in each.message for each in caplog.records if each.levelno == logging.WARNING)
+    settled = json.loads((tmp_path / "fused" / "training_params.json").read_text())["options"]["kernels"]
+    is_found = faulty is not None and not (options.get("tiled_mlp") and faulty == "sum")  # a tiled norm has no sum
+    assert warned == is_found and settled == ("eager" if is_found else "fused")
+    assert stand_ins.num_calls["norm"] > 0
+    if is_found:
+        assert rows[1] == rows[0]
+    assert rows[1] == [pytest.approx(row, rel=1e-5) for row in rows[0]]
+
+
+def test_auto_measures_both_and_a_resume_keeps_its_choice(world, tmp_path, install, caplog):
+    install()
+    run = OPTIONS | make_inputs(tmp_path, "llama") | dict(checkpoint_every_steps=1, output_dir=str(tmp_path / "run"))
+    caplog.set_level("INFO", logger="mini_trainer")
+    chosen = []
+    for max_steps in (1, 2):
+        train_here(world, **run, kernels="auto", max_steps=max_steps)
+        chosen.append(json.loads((tmp_path / "run" / "training_params.json").read_text())["auto_settings"])
+    assert chosen[0] == chosen[1] and chosen[0]["kernels"] in ("fused", "eager") and chosen[0]["has_kernels"]
+    assert [probe["kernels"] for probe in chosen[0]["probes"]["kernels"]] == ["fused", "eager"]
+    assert "again" not in caplog.text
+
+
+def test_a_resume_that_cannot_have_its_kernels_chooses_again_and_says_so(world, tmp_path, install, caplog, monkeypatch):
+    run = OPTIONS | make_inputs(tmp_path, "llama") | dict(checkpoint_every_steps=1, output_dir=str(tmp_path / "run"))
+    run |= dict(kernels="auto", activation_checkpointing="auto")
+    caplog.set_level("INFO", logger="mini_trainer")
+    with monkeypatch.context() as context:
+        Kernels().install(context)
+        train_here(world, **run, max_steps=1)
+    train_here(world, **run, max_steps=2)
+    assert "kernels: eager, since the device is cpu" in caplog.text
+    assert "auto: chosen again, since the run's given, has_kernels changed" in caplog.text
+
+
+def test_a_cpu_has_no_kernels(world, tmp_path):
+    run = OPTIONS | make_inputs(tmp_path, "llama") | dict(max_steps=1, output_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="--kernels fused .*CUDA.*the device is cpu"):
+        train_here(world, **run, kernels="fused")
+
+
+def test_a_model_without_a_module_for_them_is_refused_only_if_they_are_asked_for(world, tmp_path, install):
+    install()
+    path = save_model(FAMILIES["gpt2"], tmp_path)
+    with pytest.raises(ValueError, match="--kernels fused: .*'gpt2'"):
+        build(path, world, kernels="fused")
+    assert not build(path, world, kernels="auto").kernels.num_modules
+
+
+def test_a_plan_names_kernels_and_counts_what_they_keep(tmp_path):
+    run = OPTIONS | make_inputs(tmp_path, "llama") | dict(max_steps=1, output_dir=str(tmp_path / "run"), dry_run=True)
+    run |= dict(plan_for="1xH100", activation_checkpointing="none", max_tokens_per_gpu=8192)
+    sizes = {}
+    for kernels in (None, "eager"):
+        _, text = print_plan(run | dict(kernels=kernels))
+        assert f"{kernels or 'fused'} kernels" in text
+        (sizes[kernels],) = (float(line.split()[-2]) for line in text.splitlines() if " activations" in line)
+    assert sizes[None] < 0.8 * sizes["eager"]
+
+
+class Doubled(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+class Gated(LlamaRMSNorm):
+    def forward(self, hidden_states, gate):
+        return super().forward(hidden_states) * gate
+
+
+def test_what_computes_something_else_gets_no_kernel():
+    assert find_kind(LlamaRMSNorm(8, eps=1e-6), 1e-6) == (1e-6, 0.0, "llama")
+    assert [find_kind(each(8), 1e-6) for each in (Doubled, Gated)] == [None, None]
+    mlp = nn.Module()
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn = *(nn.Linear(8, 8) for _ in range(3)), nn.ReLU()
+    assert fuse_mlp(mlp) is None
+    assert not is_rotation(lambda q, k, cos, sin: (q * cos[:, None], k * sin[:, None]))
+
+
+def test_a_block_is_rewritten_only_where_the_sum_goes_into_a_norm():
+    _, norms = fuse_sums_of(LlamaDecoderLayer.forward.__wrapped__)
+    assert norms == ("post_attention_layernorm",)
+
+    def scaled(self, hidden, residual):
+        hidden = residual + 2 * hidden
+        residual = hidden
+        hidden = self.norm(hidden)
+        return hidden + residual
+
+    assert fuse_sums_of(scaled) == (None, ())
