@@ -35,7 +35,7 @@ LORA = dict(lora=True, lora_rank=16, learning_rate=1e-4)
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "1.5B, 16k tokens": (SMALL, dict(max_tokens_per_gpu=16384)),
     "1.5B, 16k tokens, FSDP2": (SMALL, dict(max_tokens_per_gpu=16384) | FSDP),
-    "1.5B, 16k tokens, Liger": (SMALL, dict(max_tokens_per_gpu=16384, use_liger_kernels=True)),
+    "1.5B, 16k tokens, Liger": (SMALL, dict(max_tokens_per_gpu=16384, kernels="fused")),
     "1.5B, 16k tokens, compiled": (SMALL, dict(max_tokens_per_gpu=16384, compile=True)),
     "1.5B, 16k tokens, float8, compiled": (SMALL, dict(max_tokens_per_gpu=16384, compile=True, float8=True)),
     "1.5B, 8k tokens": (SMALL, dict(max_tokens_per_gpu=8192)),
@@ -44,9 +44,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "1.5B, OSFT": (SMALL, dict(max_tokens_per_gpu=16384, osft=True, osft_unfreeze_rank_ratio=0.5)),
     "8B, full recomputation": (LARGE, FULL | LIGHT),
     "8B, selective recomputation": (LARGE, SELECTIVE | LIGHT),
-    "8B, selective recomputation, Liger": (LARGE, SELECTIVE | LIGHT | dict(use_liger_kernels=True)),
+    "8B, selective recomputation, Liger": (LARGE, SELECTIVE | LIGHT | dict(kernels="fused")),
     "8B, LoRA": (LARGE, dict(max_tokens_per_gpu=8192) | LORA),
-    "8B, LoRA, Liger": (LARGE, dict(max_tokens_per_gpu=8192, use_liger_kernels=True) | LORA),
+    "8B, LoRA, Liger": (LARGE, dict(max_tokens_per_gpu=8192, kernels="fused") | LORA),
     "8B, LoRA, full recomputation": (LARGE, FULL | LORA),
 }
 

@@ -28,7 +28,7 @@ MAX_TRACE_BYTES = 15 << 20
 NUM_SLOWEST = 15  # kernels and gaps that a trace's stage lists
 TEST_WORKERS = 8
 GPU_TESTS = ("test_gpu.py", "test_long_rows.py", "test_synchronisation.py")
-ON_GPU = {"use_liger_kernels", "float8"}  # options that a CPU has not
+ON_GPU = {"kernels", "float8"}  # options that a CPU has not
 MAX_TOKENS_OF_OTHERS = 8192  # TRL computes all logits of its rows: with 16,384 they fill 80 GB
 
 Report = Callable[[dict[str, Any]], None]  # takes everything found so far; it stays if the stage is killed

@@ -248,10 +248,10 @@ def test_a_single_rank_keeps_its_weights_and_others_only_what_was_measured():
 def test_room_for_weights_is_measured_with_a_fixed_number_of_tokens_on_a_gpu(inputs, world, tmp_path, monkeypatch):
     """On one rank under FSDP2, and with a CPU in the place of the GPU."""
     monkeypatch.setattr("mini_trainer.run.run_model.is_worth_measuring", lambda *_: True)
+    monkeypatch.setattr("mini_trainer.run.auto_settings.memory_limit", lambda *_: 10**12)
     options = inputs | dict(
         max_tokens_per_gpu=64,
         reshard_after_backward="always",
-        memory_budget_gb=1000.0,
         output_dir=str(tmp_path / "run"),
     )
     train_here(world, **options)

@@ -89,7 +89,7 @@ def attend_both_ways(backend: str, inputs: list[Tensor], micro_batch: MicroBatch
 CASES = {
     **{f"attention {name}": ("full", dict(attention=name)) for name in BACKENDS},
     "selective": ("full", dict(activation_checkpointing="selective")),
-    "liger": ("full", dict(use_liger_kernels=True)),
+    "liger": ("full", dict(kernels="fused")),
     "float8": ("full", dict(float8=True)),
     "offloaded": ("full", dict(cpu_offload=True)),
     "tiled": ("full", dict(tiled_mlp=True)),

@@ -176,7 +176,7 @@ CONTENT = (  # the content is part of the identity: of models, of tokenized rows
 )
 ROUNDING = (  # the numbers are the same but for their rounding
     *("max_tokens_per_gpu", "max_image_tokens_per_gpu", "attention", "activation_checkpointing", "tiled_mlp"),
-    *("offload_activations", "memory_budget_gb", "compile", "use_liger_kernels"),
+    *("offload_activations", "memory_budget_gb", "compile", "kernels"),
     *(option.name for option in dataclasses.fields(ShardingOptions)),
 )
 LENGTH = tuple(option.name for option in dataclasses.fields(EndOptions))  # see "number of steps"

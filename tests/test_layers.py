@@ -194,7 +194,9 @@ def test_nothing_that_these_scripts_import_has_torch(script, some, imports):
 # Where a run or a plan is opened: everything else takes the groups of options that it needs.
 TAKE_ALL_OPTIONS = {
     "train": {"train"},
-    "run.start": {"open_inputs", "make_data_local", "choose_objective", "choose_settings", "choose_method"},
+    "run.start": {
+        *("open_inputs", "make_data_local", "choose_objective", "choose_settings", "choose_method", "settle_by_device"),
+    },
     "run.raw_rows": {"find_data", "make_data_local", "find_local_data"},
     "run.identity": {"flatten_with_urls", "unwrap"},
     "run.plan.planner": {"plan_run", "look_at_run", "choose_step_options", "list_changes"},

@@ -20,7 +20,7 @@ from mini_trainer.__main__ import PROGRAMS
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.objectives.objective import find_class
 from mini_trainer.options import TrainOptions, flatten_options, group_options, list_types, replace_options, tools
-from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.command_line import SPELLINGS, parse_options
 from mini_trainer.options.fields import list_choices
 from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES
 from mini_trainer.options.problems import finding
@@ -105,7 +105,7 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--master-weights bfloat16: ", "--float8 "],
         ),
         (["--compile", "--activation-checkpointing", "auto"], ["auto cannot", "--compile"]),
-        (["--compile", "--use-liger-kernels"], ["--use-liger-kernels ", "--compile"]),
+        (["--compile", "--use-liger-kernels"], ["(--use-liger-kernels) cannot", "--compile"]),
         (["--profile-steps", "5:3"], ["--profile-steps 5:3: "]),
         (["--num-warmup-steps", "1.5"], ["--num-warmup-steps 1.5: "]),
         (["--compute-dtype", "float16"], ["--compute-dtype float16: "]),
@@ -388,7 +388,7 @@ def find_unknown_flags(texts: list[str], declared: set[str]) -> list[str]:
 
 
 def test_every_flag_that_a_text_names_exists():
-    declared = find_declared_flags() | FLAGS_OF_OTHERS
+    declared = find_declared_flags() | FLAGS_OF_OTHERS | {spelling.removeprefix("--") for spelling in SPELLINGS}
     assert {"batch-size", "input-file", "no-compile", "messages-file"} <= declared
     unknown = {place: find_unknown_flags(texts, declared) for place, texts in read_texts().items()}
     told = [f"{place}: {', '.join(flags)}" for place, flags in unknown.items() if flags]

@@ -237,6 +237,15 @@ def test_a_plan_for_gpus_offloads_activations_and_one_for_this_cpu_refuses(elsew
     assert re.search(r"^  - --offload-activations .*CPU", text, re.MULTILINE)
 
 
+def test_a_plan_for_gpus_names_kernels_and_counts_what_they_keep(plan):
+    sizes = {}
+    for kernels in (None, "eager"):
+        _, text = plan(plan_for="1xH100", memory_budget_gb=80, activation_checkpointing="none", kernels=kernels)
+        assert f" {kernels or 'fused'} kernels" in text
+        (sizes[kernels],) = (float(size) for size in re.findall(r"one token more in a micro-batch +([\d.]+) KiB", text))
+    assert sizes[None] < 0.9 * sizes["eager"]
+
+
 @pytest.mark.long
 def test_a_plan_for_gpus_that_are_not_here(plan, elsewhere, inputs):
     code, text = plan(plan_for="8xH100", memory_budget_gb=80)
@@ -313,7 +322,7 @@ def test_the_disk_of_a_plan_holds_the_exports_of_averages(changes, plan, inputs,
     ("changes", "problem"),
     [
         (dict(dry_run=False, plan_for="2"), "--plan-for .*--dry-run"),
-        (dict(dry_run=False, memory_budget_gb=3.0), "--memory-budget-gb .*no effect"),
+        (dict(dry_run=False, memory_budget_gb=3.0, activation_checkpointing="full"), "--memory-budget-gb .*no effect"),
         (dict(memory_budget_gb=0.0), "--memory-budget-gb 0.0: "),
         (dict(plan_for="0"), "--plan-for 0: "),
         (dict(max_tokens_per_gpu="auto", drop_overlong=True), "--drop-overlong .*--max-tokens-per-gpu auto"),

@@ -303,8 +303,8 @@ TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those o
     "prefetch_blocks",
     "micro_batch_grad_sync",
     "cpu_offload",
-    "use_liger_kernels",  # these two below: refused without a GPU
-    "float8",
+    "kernels",  # test_fused_kernels.py
+    "float8",  # below: refused without a GPU
     "learning_rate_for",  # these: test_muon.py
     "weight_average",  # these: test_weight_average.py
     "ema_half_life",
@@ -393,9 +393,9 @@ def test_an_output_directory_in_use_is_refused_and_left_alone(run, base):
     assert sorted(base.output_dir.rglob("*")) == before
 
 
-def test_liger_without_a_gpu_is_refused_with_what_it_needs(run):
-    with pytest.raises(ValueError, match=r"--use-liger-kernels .*CUDA"):
-        run(use_liger_kernels=True)
+def test_a_budget_that_nothing_measures_is_refused_once_the_device_is_known(run):
+    with pytest.raises(ValueError, match="--memory-budget-gb has no effect"):
+        run(memory_budget_gb=3.0)
 
 
 def test_float8_without_a_gpu_is_refused_with_what_it_needs(run):

@@ -17,7 +17,7 @@ SHOWN = (
     *("label_smoothing", "loss_weighting", "objective", "preference_loss"),
     *("preference_beta", "preference_gamma", "preference_nll_weight", "kto_weight_ratio"),
     *("reference_model", "reward_centering", "lora", "lora_rank", "lora_target_modules", "lora_modules_to_save"),
-    *("base_quantization", "activation_checkpointing", "use_liger_kernels", "compile", "context_parallel"),
+    *("base_quantization", "activation_checkpointing", "kernels", "compile", "context_parallel"),
     *("validation_share", "validate_every_steps", "checkpoint_every_steps", "track"),
     "push_to_hub",
 )

@@ -47,6 +47,7 @@ from mini_trainer.options import (
 from mini_trainer.options.doors import METHODS
 from mini_trainer.options.fields import check_choices
 from mini_trainer.options.objectives import TAUGHT
+from mini_trainer.options.problems.training import find_compute_problems
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.identity import flatten_with_urls
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, Errors, RunInputs
@@ -63,9 +64,12 @@ def settle_by_device(
 ) -> TrainOptions:
     """The options with what the device decides: defaults of options left out, and whether there are fused kernels.
 
-    `find_obstacle`: why there can be none, if so. ValueError for kernels that are asked for and cannot be had.
+    `find_obstacle`: why there can be none, if so. ValueError for kernels that are asked for and cannot be had, and for
+    options that have no effect with these defaults.
     """
     options = fill_unset(options, device.type)
+    if problems := find_compute_problems(options):
+        raise ValueError("\n".join(problems))
     if options.compute.kernels == "eager" or (obstacle := find_obstacle()) is None:
         return options
     if options.compute.kernels == "fused":
