@@ -259,10 +259,8 @@ def check_rotations() -> bool:
         for dtype in ("float32", "bfloat16"):
             ours, eager = compare_rotations(shape, getattr(torch, dtype))
             is_right &= ours <= MOST["rotations"] * eager
-            print(
-                f"{f'rotary embeddings, {dtype} ' + 'x'.join(map(str, shape)):45}{ours:>10.1e}{eager:>10.1e}",
-                flush=True,
-            )
+            name = f"rotary embeddings, {dtype} {'x'.join(map(str, shape))}"
+            print(f"{name:45}{ours:>10.1e}{eager:>10.1e}", flush=True)
     return is_right
 
 

@@ -118,14 +118,14 @@ def test_a_resume_that_cannot_have_its_kernels_chooses_again_and_says_so(world, 
 
 def test_a_cpu_has_no_kernels(world, tmp_path):
     run = OPTIONS | make_inputs(tmp_path, "llama") | dict(max_steps=1, output_dir=str(tmp_path / "run"))
-    with pytest.raises(ValueError, match="--kernels fused .*CUDA.*the device is cpu"):
+    with pytest.raises(ValueError, match=r"--kernels fused .*CUDA.*the device is cpu"):
         train_here(world, **run, kernels="fused")
 
 
 def test_a_model_without_a_module_for_them_is_refused_only_if_they_are_asked_for(world, tmp_path, install):
     install()
     path = save_model(FAMILIES["gpt2"], tmp_path)
-    with pytest.raises(ValueError, match="--kernels fused: .*'gpt2'"):
+    with pytest.raises(ValueError, match=r"--kernels fused: .*'gpt2'"):
         build(path, world, kernels="fused")
     assert not build(path, world, kernels="auto").kernels.num_modules
 
