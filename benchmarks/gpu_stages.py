@@ -17,18 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_settings import ROOT, SETTINGS, SMALL, Setup, make_run, prepare, read_expected
+from gpu_settings import GOALS_MFU, ROOT, SETTINGS, SMALL, Setup, make_run, prepare, read_expected
 
 TAIL = 2000  # characters of a failed script's output in its message
 MAX_TRACE_BYTES = 15 << 20
 NUM_SLOWEST = 15  # kernels and gaps that a trace's stage lists
 TEST_WORKERS = 8
 GPU_TESTS = ("test_gpu.py", "test_long_rows.py", "test_synchronisation.py")
-ON_GPU = {"kernels", "float8"}  # options that a CPU has not
 MAX_TOKENS_OF_OTHERS = 8192  # TRL computes all logits of its rows: with 16,384 they fill 80 GB
 
 Report = Callable[[dict[str, Any]], None]  # takes everything found so far; it stays if the stage is killed
@@ -96,6 +94,7 @@ def train(setup: Setup, name: str, **changes: object) -> dict[str, Any]:
     found |= {"micro_batches": statistics.median(row["grad_accum"] for row in steady)}
     found |= {"peak_gb": rows[-1]["peak_memory_usage_GB"]}
     found |= {} if setup.tiny else {"plan_gb": read_expected()["plans"][name]}
+    found |= {"goal_mfu": GOALS_MFU[name]} if name in GOALS_MFU else {}
     auto = json.loads((output_dir / "training_params.json").read_text()).get("auto_settings")
     found |= {"auto": auto} if auto else {}
     start_up = seconds - sum(row["time_per_batch"] for row in rows)
@@ -168,7 +167,11 @@ def run_tests(chosen: str) -> Callable[[Setup, Report], None]:
     return run
 
 
-def measure(*names: str, **changes: object) -> Callable[[Setup, Report], None]:
+def needs_gpu(options: dict[str, Any]) -> bool:
+    return options.get("kernels") == "fused" or options.get("attention") == "varlen_fa3" or "float8" in options
+
+
+def measure(*names: str) -> Callable[[Setup, Report], None]:
     """Settings one after the other; one that fails, for lack of memory, say, does not end the others."""
 
     def run(setup: Setup, report: Report) -> None:
@@ -176,11 +179,11 @@ def measure(*names: str, **changes: object) -> Callable[[Setup, Report], None]:
 
         found: dict[str, Any] = {}
         for name in names:
-            if not torch.cuda.is_available() and ON_GPU & SETTINGS[name][1].keys():
+            if not torch.cuda.is_available() and needs_gpu(SETTINGS[name][1]):
                 found[name] = {"left out": "needs a CUDA device"}
                 continue
             try:
-                found[name] = train(setup, name, **changes)
+                found[name] = train(setup, name)
             except Exception as error:
                 found[name] = {"failed": f"{type(error).__name__}: {error}"[:TAIL]}
             report(found)
@@ -193,7 +196,10 @@ def measure(*names: str, **changes: object) -> Callable[[Setup, Report], None]:
 
 def record_trace(setup: Setup, report: Report) -> None:
     """Traces one step: the share of time in which the device works, its slowest kernels, its longest gaps."""
-    found = train(setup, "1.5B, 16k tokens", profile_steps="3:3" if not setup.tiny else "2:2")
+    import torch
+
+    name = "1.5B, fused" if torch.cuda.is_available() else "1.5B, eager"
+    found = train(setup, name, profile_steps="3:3" if not setup.tiny else "2:2")
     trace = setup.work_dir / "runs" / "run" / "profile" / "rank_0.json"
     report(found := found | read_trace(json.loads(trace.read_text())["traceEvents"]))
     packed = setup.results / "trace.json.gz"
@@ -242,7 +248,7 @@ def kill_and_resume(setup: Setup, report: Report) -> None:
     commands, outputs = {}, {name: setup.work_dir / "runs" / name for name in ("whole", "killed")}
     for name, output_dir in outputs.items():
         shutil.rmtree(output_dir, ignore_errors=True)
-        run = make_run(setup, "1.5B, 8k tokens", **settings, output_dir=output_dir)
+        run = make_run(setup, "1.5B, fused, 8k tokens", **settings | dict(kernels="eager"), output_dir=output_dir)
         commands[name] = flags(**run)
     start = time.monotonic()
     run_script("train.py", *commands["whole"])
@@ -283,23 +289,41 @@ def compare_with_others(setup: Setup, report: Report) -> None:
         raise RuntimeError("ours was not measured")
 
 
-measure_auto = partial(measure, max_tokens_per_gpu="auto", activation_checkpointing="auto")
+def measure_two_gpus(setup: Setup, report: Report) -> None:
+    """The default on one GPU and on two: the share of twice the speed."""
+    import torch
+    from processes import flags
 
-# The first call's, which fit into 8 minutes, then the second's.
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        report({"left out": "there is one GPU"})
+        return
+    found = {}
+    for count in (1, 2):
+        run = make_run(setup, "1.5B, default") | dict(output_dir=setup.work_dir / "runs" / "ranks")
+        shutil.rmtree(run["output_dir"], ignore_errors=True)
+        run_script("-m", "torch.distributed.run", f"--nproc-per-node={count}", "train.py", *flags(**run))
+        lines = (run["output_dir"] / "training_metrics_0.jsonl").read_text().splitlines()
+        found[count] = statistics.median(json.loads(line)["tokens_per_second"] for line in lines[1:])
+        report({"tokens_per_second": found})
+    report({"tokens_per_second": found, "share_of_twice": found[2] / found[1] / 2})
+
+
+# In the order of what is most worth knowing.
 STAGES = [
     Stage("device", 45, show_device, needs=()),
+    Stage("trace", 60, record_trace),
+    Stage("default against best", 90, measure("1.5B, default", "1.5B, fused")),
+    Stage("8B", 120, measure("8B, fused, selective recomputation", "8B, default")),
+    Stage("8B, LoRA", 80, measure("8B, LoRA, fused", "8B, LoRA, default")),
     Stage("correctness", 170, run_tests("not two_that_share")),
-    Stage("1.5B", 60, measure("1.5B, 16k tokens", "1.5B, 4k tokens", "1.5B, 16k tokens, Liger")),
-    Stage("1.5B, compiled", 80, measure("1.5B, 16k tokens, compiled")),
-    Stage("1.5B, float8", 80, measure("1.5B, 16k tokens, float8, compiled")),
-    Stage("trace", 45, record_trace),
-    Stage("1.5B, FSDP2", 60, measure("1.5B, 16k tokens, FSDP2", "1.5B, 4k tokens, FSDP2")),
-    Stage("8B", 120, measure("8B, selective recomputation", "8B, selective recomputation, Liger")),
-    Stage("8B, LoRA", 80, measure("8B, LoRA", "8B, LoRA, Liger")),
+    Stage("8B, float8", 150, measure("8B, compiled, float8", "8B, compiled")),
+    Stage("1.5B, bf16 masters", 45, measure("1.5B, fused, bf16 masters")),
+    Stage("1.5B, FlashAttention 3", 45, measure("1.5B, fused, FlashAttention 3")),
+    Stage("two GPUs", 90, measure_two_gpus),
+    Stage("1.5B, without kernels", 60, measure("1.5B, eager", "1.5B, fused, 4k tokens")),
+    Stage("1.5B, compiled", 80, measure("1.5B, compiled")),
+    Stage("1.5B, FSDP2", 60, measure("1.5B, fused, FSDP2")),
     Stage("kill and resume", 170, kill_and_resume),
     Stage("against others", 120, compare_with_others),
     Stage("OSFT", 100, measure("1.5B, OSFT")),
-    Stage("auto", 60, measure_auto("1.5B, 16k tokens")),
-    Stage("8B, recomputed", 80, measure("8B, full recomputation", "8B, LoRA, full recomputation")),
-    Stage("1.5B, 8k tokens", 45, measure("1.5B, 8k tokens")),
 ]  # fmt: skip

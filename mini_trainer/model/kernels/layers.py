@@ -49,14 +49,21 @@ def apply_kernels(model: nn.Module, blocks: nn.ModuleList) -> KernelSwitch:
     return switch
 
 
-def try_out(compute: Callable[[], Any]) -> Any:
-    """The result on random numbers, the same ones each time; None if the code needs more than it is given."""
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), device="cpu")
+
+
+def try_out(function: Callable, *given: Any) -> Any:
+    """What a function of a model makes of random numbers; None if it needs more, or something else, than these."""
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(0)
-            return compute()
+        with torch.no_grad():
+            return function(*given)
     except Exception:  # of a model's code, which may be anything
         return None
+
+
+def takes_one(module: nn.Module) -> bool:
+    return len(inspect.signature(module.forward).parameters) == 1
 
 
 # Norms. A kind of norm: (epsilon, what is added to the weight, liger-kernel's name for when it rounds).
@@ -69,23 +76,17 @@ def fuse_norm(module: nn.Module) -> Fused | None:
     weight = getattr(module, "weight", None)
     if [*module._parameters] != ["weight"] or module._modules or weight.ndim != 1 or not isinstance(epsilon, float):
         return None
-    kind = find_kind(module, epsilon)
-    if kind is None:
+    if not takes_one(module) or (kind := find_kind(module, epsilon)) is None:
         return None
-    own = module.forward
-    return Fused(
-        own,
-        functools.partial(normalize, module, own, kind),
-        functools.partial(add_and_normalize, module, own, kind),
-    )
+    given = (module, module.forward, kind)
+    return Fused(module.forward, functools.partial(normalize, *given), functools.partial(add_and_normalize, *given))
 
 
 def find_kind(module: nn.Module, epsilon: float) -> Kind | None:
     """The kind of a norm's code, by its result in bf16, which shows when it rounds."""
-    tried = copy.copy(module)
-    x, weight = try_out(lambda: (torch.randn(5, 64).bfloat16(), torch.randn(64).bfloat16()))
+    tried, x, weight = copy.copy(module), draw(5, 64).bfloat16(), draw(64).bfloat16()
     tried._parameters = {"weight": nn.Parameter(weight)}
-    result = try_out(lambda: tried.forward(x))
+    result = try_out(tried.forward, x)
     scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
     for offset in (0.0, 1.0):
         rounded_last = (scaled * (offset + weight.float())).bfloat16()
@@ -121,23 +122,22 @@ def add_and_normalize(
 
 # Gated MLPs.
 
-GATED = {"gate_proj", "up_proj", "down_proj"}
+GATED = ("gate_proj", "up_proj", "down_proj")
 ACTIVATIONS = {"silu": silu, "gelu": functools.partial(gelu, approximate="tanh")}
 
 
 def fuse_mlp(module: nn.Module) -> Fused | None:
     """down(activation(gate(x)) up(x))."""
-    activate = getattr(module, "act_fn", None)
-    if activate is None or any(type(getattr(module, name, None)) is not nn.Linear for name in GATED):
+    if any(type(getattr(module, name, None)) is not nn.Linear for name in GATED) or not takes_one(module):
         return None
-    tried = copy.copy(module)
-    x, *layers = try_out(lambda: (torch.randn(5, 8), *(nn.Linear(8, 8, bias=False) for _ in GATED)))
-    tried._modules = module._modules | dict(zip(sorted(GATED), layers, strict=True))
-    down, gate, up = layers
-    result = try_out(lambda: tried.forward(x))
+    tried, x, layers = copy.copy(module), draw(5, 8), {name: nn.Linear(8, 8, bias=False) for name in GATED}
+    for i, layer in enumerate(layers.values()):
+        layer.weight = nn.Parameter(draw(8, 8).roll(i, 0))
+    tried._modules = module._modules | layers
+    result, (gate, up, down) = try_out(tried.forward, x), (layer.weight for layer in layers.values())
     for name, function in ACTIVATIONS.items():
-        expected = try_out(lambda function=function: down(function(gate(x)) * up(x)))
-        if isinstance(result, Tensor) and torch.allclose(result, expected, rtol=1e-6, atol=1e-6):
+        expected = (function(x @ gate.t()) * (x @ up.t())) @ down.t()
+        if isinstance(result, Tensor) and torch.allclose(result, expected, rtol=1e-5, atol=1e-5):
             return Fused(module.forward, functools.partial(run_mlp, module, name))
     return None
 
@@ -180,29 +180,20 @@ def rebuild(function: FunctionType, code: Any, names: dict[str, Any]) -> Functio
 @functools.cache
 def is_rotation(function: Any) -> bool:
     """Whether it computes x cos + rotate_half(x) sin, for any cosines and sines."""
-
-    def compute() -> Any:
-        query, key, cos, sin = (
-            torch.randn(1, 3, 5, 8),
-            torch.randn(1, 2, 5, 8),
-            torch.randn(1, 5, 8),
-            torch.randn(1, 5, 8),
-        )
-        pairs = zip(function(query, key, cos, sin), (query, key), strict=True)
-        return [
-            (turned, x * cos[:, None] + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin[:, None]) for turned, x in pairs
-        ]
-
-    return bool(pairs := try_out(compute)) and all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in pairs)
+    pair, (cos, sin) = (draw(1, 3, 5, 8), draw(1, 2, 5, 8)), draw(2, 1, 5, 8)
+    halves = [torch.cat([-x[..., 4:], x[..., :4]], -1) for x in pair]
+    expected = [x * cos[:, None] + half * sin[:, None] for x, half in zip(pair, halves, strict=True)]
+    result = try_out(function, *pair, cos, sin)
+    if not isinstance(result, tuple) or [getattr(each, "shape", None) for each in result] != [x.shape for x in pair]:
+        return False
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(result, expected, strict=True))
 
 
 def rotate(
     own: Callable, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    is_whole = query.ndim == 4 and cos.ndim == 3 and cos.shape == sin.shape and cos.shape[1:] == query.shape[2:]
-    if (
-        args or kwargs or not is_whole or len(cos) not in (1, len(query))
-    ):  # of a part of each head, or laid out otherwise
+    is_usual = query.ndim == 4 and cos.ndim == 3 and cos.shape == sin.shape and cos.shape[1:] == query.shape[2:]
+    if args or kwargs or not is_usual or len(cos) not in (1, len(query)):  # a part of each head, or another layout
         return own(query, key, cos, sin, *args, **kwargs)
     if isinstance(query, FakeTensor):
         return Simulated.apply("rotation", query, key, cos, sin)
