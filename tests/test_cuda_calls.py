@@ -22,7 +22,7 @@ from mini_trainer.objectives.objective import PackedModel
 
 LENGTHS = (13, 1, 22, 7)
 # Objects of other packages with methods of these names.
-NOT_CUDA = {"stream", "is_available"}
+NOT_CUDA = {"forward", "stream", "is_available"}
 
 
 def list_calls(source: str) -> Iterator[tuple[str, ast.Call]]:

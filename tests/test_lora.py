@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
+from breadth import long, wide
 from forked import run_forked
 from hand_made import read_triple
 from peft import AutoPeftModelForCausalLM, PeftModel
@@ -22,6 +22,7 @@ from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
+from mini_trainer.model.methods import lora_layers
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.methods.nf4 import NF4Linear, pack, unpack
 from mini_trainer.objectives.objective import PackedModel
@@ -329,6 +330,34 @@ def test_how_it_is_computed_does_not_change_what_is_computed(kind, world, tmp_pa
         for name, value in expected.items():
             assert value.norm() > 0, name
             assert (found[name] - value).norm() <= 1e-5 * value.norm(), (change, name)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["qwen2", long("phi3")])
+def test_layers_of_one_input_that_read_it_once_compute_the_same(family, mode, world, tmp_path, monkeypatch):
+    """What GPUs do; qwen2's have biases, and phi3 has no such layers."""
+    inputs, results = make_inputs(tmp_path, family), []
+    for shares in (False, True):
+        monkeypatch.setattr(lora_layers, "shares_inputs", lambda device, shares=shares: shares)
+        results.append(compute_adapted(world, inputs, {}, activation_checkpointing=mode))
+    expected, found = results
+    assert found.keys() == expected.keys() and len(found) > 8
+    for name, value in expected.items():
+        assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+def test_an_input_is_read_once_and_forgotten(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(lora_layers, "shares_inputs", lambda device: True)
+    model = build_adapted(world, make_inputs(tmp_path, "llama"), {}, activation_checkpointing="full")
+    calls, compute = [], lora_layers.SharedInput.compute
+    monkeypatch.setattr(
+        lora_layers.SharedInput, "compute", lambda shared, x: calls.append(shared) or compute(shared, x)
+    )
+    for seed in (0, 1):
+        model(make_micro_batch((13, 2, 22, 7), seed=seed)).loss.backward()
+    groups = set(calls)
+    assert len(groups) == 4 and len(calls) == 2 * 2 * len(groups)  # two blocks, recomputed, two micro-batches
+    assert all(group.x is None and not group.outputs for group in groups)
 
 
 @pytest.mark.long

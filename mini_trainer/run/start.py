@@ -47,7 +47,6 @@ from mini_trainer.options import (
 from mini_trainer.options.doors import METHODS
 from mini_trainer.options.fields import check_choices
 from mini_trainer.options.objectives import TAUGHT
-from mini_trainer.options.problems.training import find_compute_problems
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.identity import flatten_with_urls
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, Errors, RunInputs
@@ -68,8 +67,11 @@ def settle_by_device(
     options that have no effect with these defaults.
     """
     options = fill_unset(options, device.type)
-    if problems := find_compute_problems(options):
-        raise ValueError("\n".join(problems))
+    if options.compute.memory_budget_gb is not None:  # which some defaults leave without effect
+        from mini_trainer.options.problems.training import find_compute_problems
+
+        if problems := find_compute_problems(options):
+            raise ValueError("\n".join(problems))
     if options.compute.kernels == "eager" or (obstacle := find_obstacle()) is None:
         return options
     if options.compute.kernels == "fused":

@@ -98,6 +98,8 @@ class LoRA(Method):
         stored = dict(readers)  # the base as stored on disk, for exports
         shapes = {name: param.shape for name, param in meta.model.named_parameters()}
         layers, renamed = self.replace_layers(meta)
+        if lora_layers.shares_inputs(world.device) and not meta.compiled:
+            lora_layers.share_inputs(meta.model.modules(), adapter=lora_layers.ADAPTER)
 
         def prepare_readers() -> None:
             self.base = meta.source.describe() | {"fingerprint": fingerprint_model(meta.source.directory)}

@@ -73,15 +73,9 @@ class AdaptedProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scaling: float, base: nn.Module
     ) -> Tensor:  # (T, out)
         low = linear(x, A) * scaling  # (T, r)
-        update = low @ B.t()
-        if bias is not None:
-            update += bias
         ctx.save_for_backward(x, low, weight, A, B)
         ctx.scaling, ctx.base = scaling, base
-        # Last, and the only addmm: see keep_operations. In place, unless a mode looks on that may keep what it returns,
-        # as selective checkpointing does; compilers see to it themselves.
-        is_watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-        return (torch.addmm if is_watched else Tensor.addmm_)(update, x, read_weight(weight, base).t())
+        return add_frozen_product(low @ B.t(), bias, x, read_weight(weight, base))
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,6 +86,95 @@ class AdaptedProduct(torch.autograd.Function):
         d_A = d_low.t() @ x if needs_A else None
         d_B = d_out.t() @ low if needs_B else None
         return d_x, None, None, d_A, d_B, None, None
+
+
+def add_frozen_product(update: Tensor, bias: Tensor | None, x: Tensor, weight: Tensor) -> Tensor:  # (T, out)
+    if bias is not None:
+        update += bias
+    # Last, and the only addmm: see keep_operations. In place, unless a mode looks on that may keep what it returns, as
+    # selective checkpointing does; compilers see to it themselves.
+    is_watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    return (torch.addmm if is_watched else Tensor.addmm_)(update, x, weight.t())
+
+
+WITH_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of a module
+
+
+def shares_inputs(device: torch.device) -> bool:
+    """CPUs would gain nothing, and keep their bits."""
+    return device.type == "cuda"
+
+
+def share_inputs(modules: Iterable[nn.Module], *, adapter: str) -> None:
+    """Layers that get the same input, and `multiply` for a forward, read it once for all their adapters."""
+    for module in modules:
+        for names in WITH_ONE_INPUT:
+            layers = [getattr(module, name, None) for name in names]
+            if all(is_sped_up(layer) and type(layer.base_layer) is nn.Linear for layer in layers):
+                shared = SharedInput(layers, adapter)
+                for layer in layers:
+                    layer.forward = functools.partial(shared.multiply, layer)
+
+
+def is_sped_up(layer: nn.Module | None) -> bool:
+    return getattr(getattr(layer, "forward", None), "func", None) is multiply
+
+
+class SharedInput:
+    """Layers with one input: the first that is called computes the products of all, the others take theirs."""
+
+    def __init__(self, layers: list[nn.Module], adapter: str):
+        self.layers, self.adapter = layers, adapter
+        self.x: Tensor | None = None
+        self.outputs: dict[nn.Module, Tensor] = {}  # not yet taken
+
+    def multiply(self, layer: nn.Module, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        if layer.disable_adapters:
+            return layer.base_layer(x)
+        if self.x is not x or layer not in self.outputs:
+            self.x, self.outputs = x, self.compute(x)
+        out = self.outputs.pop(layer)
+        if not self.outputs:
+            self.x = None
+        return out
+
+    def compute(self, x: Tensor) -> dict[nn.Module, Tensor]:
+        given = [
+            (layer.base_layer.weight, layer.base_layer.bias,
+             layer.lora_A[self.adapter].weight, layer.lora_B[self.adapter].weight)
+            for layer in self.layers
+        ]  # fmt: skip
+        scalings = [layer.scaling[self.adapter] for layer in self.layers]
+        outs = AdaptedProducts.apply(x.reshape(-1, x.shape[-1]), scalings, *(each for parts in given for each in parts))
+        return {layer: out.view(*x.shape[:-1], out.shape[-1]) for layer, out in zip(self.layers, outs, strict=True)}
+
+
+class AdaptedProducts(torch.autograd.Function):
+    """`AdaptedProduct` of several layers with one input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scalings: list[float], *given: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases, As, Bs = (given[part::4] for part in range(4))
+        parts = linear(x, torch.cat(As)).split([len(A) for A in As], dim=1)
+        lows = [part * scaling for part, scaling in zip(parts, scalings, strict=True)]
+        ctx.save_for_backward(x, *lows, *weights, *As, *Bs)
+        ctx.scalings = scalings
+        rows = zip(lows, weights, biases, Bs, strict=True)
+        return tuple(add_frozen_product(low @ B.t(), bias, x, weight) for low, weight, bias, B in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        (x, *saved), count = ctx.saved_tensors, len(d_outs)
+        lows, weights, As, Bs = (saved[start : start + count] for start in range(0, 4 * count, count))
+        d_lows = [d_out @ B * scaling for d_out, B, scaling in zip(d_outs, Bs, ctx.scalings, strict=True)]
+        d_low, d_x = torch.cat(d_lows, dim=1), None
+        if ctx.needs_input_grad[0]:
+            d_x = d_low @ torch.cat(As)
+            for d_out, weight in zip(d_outs, weights, strict=True):
+                d_x.addmm_(d_out, weight)
+        d_As = (d_low.t() @ x).split([len(A) for A in As])
+        gradients = [(None, None, d_A, d_out.t() @ low) for d_A, d_out, low in zip(d_As, d_outs, lows, strict=True)]
+        return d_x, None, *(each for parts in gradients for each in parts)
 
 
 DEFAULT_RANK = 16
