@@ -28,8 +28,6 @@ def update_shard(
 
     `maps`: values and borders of the signed code book and of the one of roots. `seed`, `number`: of the random bits.
     """
-    if not weight.numel():
-        return
     assert all(each.is_contiguous() for each in (weight, *state.values())), "a view, which the kernel would not update"
     is_coded = "exp_avg_codes" in state
     names = [f"exp_avg_{kind}" for kind in ("codes", "root_codes", "scales", "root_scales")]

@@ -75,6 +75,8 @@ class CompactAdamW(torch.optim.Optimizer):
         if not self.state[param]:
             self.init_state(param)
         weight, gradient = param.to_local(), param.grad.to_local()
+        if not weight.numel():
+            return
         state = {key: value.to_local() for key, value in self.state[param].items()}
         if kernels.are_usable(weight.device):
             from mini_trainer.model.kernels.adamw import update_shard
@@ -82,7 +84,10 @@ class CompactAdamW(torch.optim.Optimizer):
             maps = (*load_map(True, weight.device), *load_map(False, weight.device))
             update_shard(weight, gradient, state, group, maps, rounding.generator.initial_seed(), rounding.number)
             return
-        size = max(1, MAX_NUMEL // max(1, weight[:1].numel()))  # in rows
+        if weight.numel() <= MAX_NUMEL:
+            update_rows(weight, gradient.float(), state, group, rounding)
+            return
+        size = max(1, MAX_NUMEL * len(weight) // weight.numel())  # in rows
         for start in range(0, len(weight), size):
             rows = slice(start, start + size)
             own = {key: value[rows] for key, value in state.items()}
