@@ -88,7 +88,7 @@ def build_run_model(
 
 
 def check_with_kernels(model: PackedModel, objective: Objective, *, world: World) -> None:
-    """The start-up check; where only fused kernels fail it, the model goes on without them."""
+    """The start-up check; where only fused kernels fail it, training continues without them."""
     try:
         check_model(model, objective, world=world)
     except ValueError as error:
