@@ -41,7 +41,8 @@ from mini_trainer.model.optim import compact_adamw
 # Shapes whose blocks of 8-bit codes have 256, 64 and 32 numbers, and one without blocks; none fills a tile.
 SHAPES = [(5, 512), (3, 7, 192), (7, 96), (1003,)]
 NUM_STEPS = 5
-MOST = {"weights": 2.0, "rotations": 2.0, "codes": 1e-3}  # errors as multiples of the eager ones; other codes
+# Errors as multiples of the eager ones, and the share of other codes. The interpreter truncates to bf16, GPUs round.
+MOST = {"weights": 2.0, "rotations": 2.5, "codes": 1e-3}
 CAPABILITIES = (80, 90)
 # Queries, keys: heads and size that fill a power of two, and that do not.
 HEADS = [(2, 5, 8, 4, 64), (1, 7, 3, 1, 24)]

@@ -241,8 +241,7 @@ def run_update(step: Step, *, is_fused: bool) -> Rows:
         state = dict(exp_avg=torch.empty(shape), exp_avg_sq=torch.empty(shape))
     with Counts("update") as counts:
         if is_fused or not step.is_8bit:  # one launch; torch's fused AdamW takes all of fp32 at once
-            moved = [gradient, *[weight, *state.values()] * 2]
-            counts.add("update", moved)
+            counts.add("update", [gradient, *[weight, *state.values()] * 2])
         else:
             group = dict(betas=(0.9, 0.95), step=3, eps=1e-8, lr=1e-4, weight_decay=0.1)
             rounding = compact_adamw.Rounding(torch.Generator())

@@ -16,7 +16,7 @@ from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
-from mini_trainer.options import ShardingOptions
+from mini_trainer.options import ShardingOptions, TrainOptions, group_options
 from mini_trainer.options.doors import CHECKPOINTING
 from mini_trainer.run.auto_settings import (
     TOKEN_MULTIPLE,
@@ -28,6 +28,8 @@ from mini_trainer.run.auto_settings import (
     find_largest,
     has_room_gathered,
 )
+from mini_trainer.run.start import open_inputs
+from mini_trainer.sampler import RunPosition
 
 WHEN = ("forward", "backward")
 
@@ -258,6 +260,18 @@ def test_room_for_weights_is_measured_with_a_fixed_number_of_tokens_on_a_gpu(inp
     params = outcome(tmp_path / "run")[2]
     assert params["options"]["reshard_after_forward"] == params["auto_settings"]["reshard_after_forward"] == "never"
     assert params["options"]["max_tokens_per_gpu"] == 64
+
+
+def test_auto_does_not_shorten_what_is_calibrated_or_scored(inputs, tmp_path):
+    """On CPUs these have up to 8,192 tokens, also where no training sample is as long."""
+    caps = []
+    for given in (8192, "auto"):
+        options = group_options(
+            TrainOptions, **inputs | dict(max_tokens_per_gpu=given, output_dir=str(tmp_path / "run"))
+        )
+        opened = open_inputs(options, device=torch.device("cpu"), world_size=1, start=RunPosition())
+        caps.append(opened.data_options.max_tokens_per_gpu)
+    assert caps == [8192, 8192]
 
 
 def test_both_can_be_auto(inputs, world, tmp_path):

@@ -61,7 +61,7 @@ class RunInputs:
 
     family: Family  # complete once there is a tokenizer
     method: Method
-    data_options: DataOptions  # with a number for max_tokens_per_gpu: if "auto", the longest sample's
+    data_options: DataOptions  # with a number for max_tokens_per_gpu: if "auto", 8,192, or the longest sample's
     model_options: ModelOptions
     compute_dtype: torch.dtype
     values: dict[str, Any] = field(default_factory=dict)  # all options by name, as they are recorded

@@ -44,6 +44,7 @@ from mini_trainer.options import (
     parse_subset,
     replace_options,
 )
+from mini_trainer.options.data import MAX_TOKENS
 from mini_trainer.options.doors import METHODS
 from mini_trainer.options.fields import check_choices
 from mini_trainer.options.objectives import TAUGHT
@@ -233,7 +234,7 @@ def open_data(inputs: RunInputs, validation: ValidationOptions, teacher: Teacher
         inputs.teacher_data = errors.attempt(lambda: open_teacher_data(data, teacher.teacher_data))
     cap = o.max_tokens_per_gpu
     if cap == "auto":  # a provisional value until the model is loaded
-        cap = -(-data.longest // num_sharing)
+        cap = max(MAX_TOKENS, -(-data.longest // num_sharing))
     num_dropped = errors.attempt(lambda: data.fit_to(cap, num_sharing=num_sharing, drop_overlong=o.drop_overlong))
     if o.subset is not None and num_dropped is not None:
         data.take_subset(parse_subset(o.subset), seed=o.seed)

@@ -40,7 +40,7 @@ def launch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, is_backward:
     return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # or another number would compile it again
 def _rotate(
     query, key, turned_query, turned_key, cos, sin, num_tokens, angle_row,
     query_row, query_head, query_token, key_row, key_head, key_token,
