@@ -113,7 +113,7 @@ def test_a_resume_that_cannot_have_its_kernels_chooses_again_and_says_so(world, 
         train_here(world, **run, max_steps=1)
     train_here(world, **run, max_steps=2)
     assert "kernels: eager, since the device is cpu" in caplog.text
-    assert "auto: chosen again, since the run's given, has_kernels changed" in caplog.text
+    assert "auto: chosen again, since these changed: options, whether there are fused kernels" in caplog.text
 
 
 def test_a_cpu_has_no_kernels(world, tmp_path):

@@ -51,6 +51,10 @@ ENOUGH_TOKENS = 8192  # more recomputation is not tried with a mode in which thi
 KERNEL_TOKENS = 4096  # at most, of the micro-batch by which kernels are compared
 MOST_SECONDS = 10.0  # of forward and backward passes, after which no other mode and no larger micro-batch is tried
 TIE = 0.03  # what is tried first wins if it takes at most this share of its time more
+PLACE_WORDS = {  # of what a choice holds for
+    "device": "the device", "world_size": "the number of ranks", "given": "options", "attention": "attention",
+    "has_kernels": "whether there are fused kernels",
+}  # fmt: skip
 PLENTY = 0.5  # with this share of the memory left over, the search ends
 SHORT_QUANTILE = 0.1  # samples up to this quantile of the lengths count as short
 
@@ -353,7 +357,8 @@ def measure_auto_options(
     is_known = is_known and chosen.get("max_tokens_per_gpu", longest) * num_sharing >= longest
     if not call_on_rank0(world, lambda: is_known):  # ranks may have devices of different names
         if changed := [key for key, value in place.items() if previous and previous.get(key) != value]:
-            log.info(f"auto: chosen again, since the run's {', '.join(changed)} changed")
+            words = ", ".join(PLACE_WORDS[key] for key in changed)
+            log.info(f"auto: chosen again, since these changed: {words}")
         prober = Prober(state, inputs, options, progress=progress)
         found = probe_settings(prober, options, inputs.data, most=most)
         chosen = place | {name: found[name] for name in names}
