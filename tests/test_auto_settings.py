@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from breadth import wide
 from forked import run_forked
 from in_process import train_forked, train_here
-from processes import flags, run
+from processes import ROOT, flags, run, torchrun
 from safetensors.torch import load_file
 from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -286,3 +287,37 @@ def test_both_can_be_auto(inputs, world, tmp_path):
     fixed = outcome(tmp_path / "fixed")[2]["options"]
     assert (fixed["reshard_after_forward"], fixed["reshard_after_backward"]) == ("never", "never")
     check_same(tmp_path / "auto", tmp_path / "fixed")
+
+
+WITHOUT_ROOM = """
+import os, runpy
+if os.environ.get("RANK", "0") == "{rank}" and ({is_hopeless} or "MINI_TRAINER_FEWER_TOKENS" not in os.environ):
+    import torch
+    step, calls = torch.optim.AdamW.step, []
+    def fail_at_the_second(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory, injected")
+        return step(*args, **kwargs)
+    torch.optim.AdamW.step = fail_at_the_second
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "is_hopeless"), [(2, False), (0, True)])
+def test_a_run_that_finds_no_room_starts_over_with_half_the_tokens_once(num_ranks, is_hopeless, inputs, tmp_path):
+    script = tmp_path / "without_room.py"
+    script.write_text(WITHOUT_ROOM.format(rank=num_ranks // 2, is_hopeless=is_hopeless))
+    values = inputs | dict(max_tokens_per_gpu="auto", memory_budget_gb=100.0, output_dir=str(tmp_path / "run"))
+    words = [script, *flags(**values)]
+    command = torchrun(num_ranks, *words) if num_ranks else [sys.executable, *map(str, words)]
+    done = run(command, env={"PYTHONPATH": str(ROOT)})
+    outcome = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert done.stderr.count("starting over with --max-tokens-per-gpu") == 1, done.stderr
+    assert (done.returncode, outcome["code"]) == ((9, 9) if is_hopeless else (0, 0)), done.stderr
+    if not is_hopeless:
+        params = json.loads((tmp_path / "run" / "training_params.json").read_text())
+        half = int(re.search(r"starting over with --max-tokens-per-gpu (\d+)", done.stderr)[1])
+        assert params["options"]["max_tokens_per_gpu"] == params["auto_settings"]["max_tokens_per_gpu"] == half
+        assert len((tmp_path / "run" / "training_metrics_0.jsonl").read_text().splitlines()) == inputs["max_steps"]

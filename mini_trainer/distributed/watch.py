@@ -27,6 +27,7 @@ from mini_trainer.distributed.process import PARENT, may_be_launcher
 SLOW_LIMIT = 3600.0  # seconds allowed without progress while loading, saving, or compiling in the first step
 SECONDS_PER_HEARTBEAT = 1.0
 MOST_DETAILS = 4  # silent ranks that a message describes one by one
+FIRST_STEPS = 3  # in which a run whose micro-batches were chosen automatically starts over if it runs out of memory
 MOST_PLACES = 12  # phases that a message lists with the ranks in them
 
 
@@ -105,6 +106,7 @@ class Marks:
     steps_done: int = 0
     num_slow_phases: int = 1  # Slow phases nest; the time until the end of the first step is one.
     in_loop: bool = False
+    fewer_tokens: int | None = None  # with which the run starts over if it runs out of memory now
     flags: int = 0  # the other direction: set by the watch, read by the training thread
 
 
@@ -281,7 +283,7 @@ class Watch:
                     )
                 if message["code"] == ending.ExitCode.HANG:
                     self._dump_stacks()
-                self._leave(message["code"])
+                self._leave(message["code"], message["fewer_tokens"])
 
     def _on_lost(self, rank: int) -> None:
         """Handles a closed connection, whose process is gone: rank 0 informs all ranks, any other rank ends."""
@@ -343,14 +345,18 @@ class Watch:
     # The end.
 
     async def _end(self, cause: ending.Cause) -> NoReturn:
-        """Reports the cause to the other ranks, the user and exit.json, then exits this process."""
+        """Reports the cause to the other ranks, the user and exit.json, then exits this process, or starts it over."""
+        fewer = self.marks.fewer_tokens if cause.code == ending.ExitCode.OUT_OF_MEMORY else None
+        if fewer is not None:
+            cause = replace(cause, message=f"{cause.message}; starting over with --max-tokens-per-gpu {fewer}")
         if self.rank == 0:
             is_error = cause.code not in (ending.ExitCode.DONE, *ending.STOPPED)
             reason = replace(cause, details="").text if is_error else ""
             printed = cause.is_printed_by_all
             self.lifeline.send_to_all(
-                {"kind": "end", "code": cause.code, "reason": reason, "is_printed_by_all": printed}
-            )
+                {"kind": "end", "code": cause.code, "reason": reason, "is_printed_by_all": printed,
+                 "fewer_tokens": fewer}
+            )  # fmt: skip
         ending.within(SECONDS_TO_TELL, lambda: self._tell(cause))
         if cause.code == ending.ExitCode.HANG:
             self._dump_stacks()
@@ -358,7 +364,7 @@ class Watch:
             await self.lifeline.wait_for_ends(SECONDS_TO_TELL)
         was_stopped = bool(self.marks.flags & ending.Flag.STOP_FILE)
         ending.within(SECONDS_TO_TELL, lambda: self.files.clean_up(cause, was_stopped=was_stopped))
-        self._leave(cause.code)
+        self._leave(cause.code, fewer)
 
     def _tell(self, cause: ending.Cause) -> None:
         """Writes the cause to exit.json and prints it, with its afterword; only the first rank to write it prints."""
@@ -381,12 +387,15 @@ class Watch:
         with contextlib.suppress(OSError):
             ending.within(SECONDS_TO_TELL, lambda: ending.dump_stacks(head, path))
 
-    def _leave(self, code: int) -> NoReturn:
-        """Exits with `code`, or under torchrun with 0 after a stop that was asked for, with everything saved.
+    def _leave(self, code: int, fewer_tokens: int | None) -> NoReturn:
+        """Starts over with fewer tokens, or exits with `code`, or under torchrun with 0 after a stop that was asked for,
+        with everything saved.
 
         torchrun would report a failure at length, and with --max-restarts start the ranks again. `mini-trainer` returns
         the code, which it reads in exit.json.
         """
+        if fewer_tokens is not None:
+            ending.start_over(fewer_tokens)
         is_stop = self.goodbye is not None and code in ending.STOPPED
         ending.exit_process(ending.ExitCode.DONE if is_stop and self.has_torchrun else code)
 
@@ -399,7 +408,7 @@ class RunControl:
 
     def __init__(self, *, hang_timeout: float, max_seconds: float | None):
         self.max_seconds, self.started = max_seconds, time.monotonic()
-        self.has_stepped = False
+        self.num_steps = 0  # of this start
         self.marks, self.files = Marks(), RunFiles()
         self.watch = Watch(self.marks, self.files, hang_timeout=hang_timeout)
         self.lifeline = self.watch.lifeline
@@ -446,6 +455,10 @@ class RunControl:
         self.marks.steps_done = steps_done
         self.progress(f"the step after {steps_done}")
 
+    def may_start_over(self, fewer_tokens: int | None) -> None:
+        """Lets the run start over, with fewer tokens, if its first steps run out of memory; None: it ends."""
+        self.marks.fewer_tokens = fewer_tokens
+
     def flags(self) -> int:
         """This rank's flags, for the step's reduction; rank 0 says for all when --max-time is over."""
         is_over = self.max_seconds is not None and time.monotonic() - self.started >= self.max_seconds
@@ -453,9 +466,11 @@ class RunControl:
 
     def step_done(self, step: int) -> None:
         """Records that `step` steps are complete; after the first one, the ordinary --hang-timeout applies."""
-        if not self.has_stepped:
+        if self.num_steps == 0:
             self.marks.num_slow_phases -= 1
-        self.has_stepped, self.marks.steps_done = True, step
+        self.num_steps, self.marks.steps_done = self.num_steps + 1, step
+        if self.num_steps == FIRST_STEPS:
+            self.marks.fewer_tokens = None
         self.progress(f"the step after {step}")
 
     def finish(self, code: ending.ExitCode, message: str, *, afterword: str = "") -> NoReturn:

@@ -6,6 +6,7 @@ kept when the run is resumed. A `Measure` gives the memory of a micro-batch of s
 
 import contextlib
 import itertools
+import os
 import time
 import weakref
 from collections import Counter
@@ -25,7 +26,7 @@ from mini_trainer.data.tokenized.by_row import CHUNK, find_top_row
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed import devices
 from mini_trainer.distributed.devices import GIB, OFFLOADED, describe_device, memory_limit, resident_memory
-from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.ending import FEWER_TOKENS, log
 from mini_trainer.distributed.world import call_on_rank0, count_sharing
 from mini_trainer.model.activation_checkpointing import set_activation_checkpointing
 from mini_trainer.model.optim.optimizers import count_state_bytes
@@ -368,6 +369,8 @@ def measure_auto_options(
             set_activation_checkpointing(state.model, state.method, chosen["activation_checkpointing"])
         if "kernels" in names:
             state.model.kernels.is_on = chosen["kernels"] == "fused"
+    if "max_tokens_per_gpu" in names and (most := os.environ.get(FEWER_TOKENS)):
+        chosen["max_tokens_per_gpu"] = min(chosen["max_tokens_per_gpu"], int(most))
     settled = {name: chosen[name] for name in names}
     if settled.get("reshard_after_forward") == "never" and not state.model.is_whole:
         state.model.set_reshard_after_forward(False)

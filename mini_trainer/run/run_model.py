@@ -1,13 +1,14 @@
 """Building, checking and reporting a run's model; the report on its data."""
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mini_trainer.distributed.devices import DTYPES, give_back_freed_memory
-from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.world import World
+from mini_trainer.distributed.ending import FEWER_TOKENS, log
+from mini_trainer.distributed.world import World, count_sharing
 from mini_trainer.model.attention import list_heads
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model
@@ -209,3 +210,11 @@ def settle_auto_options(
         state, inputs, options, names, start=start, previous=previous, progress=progress
     )
     return settled | chosen, record
+
+
+def find_fewer_tokens(settled: dict[str, Any], inputs: RunInputs, world: World) -> int | None:
+    """Tokens of a micro-batch with which the run starts over, once, if it has no room for those chosen for it; None if
+    they were not chosen, or if the longest sample needs more."""
+    half = settled.get("max_tokens_per_gpu", 0) // 2
+    has_room = half * count_sharing(world.row_group) >= inputs.data.longest
+    return half if has_room and FEWER_TOKENS not in os.environ else None
