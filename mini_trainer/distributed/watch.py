@@ -388,8 +388,8 @@ class Watch:
             ending.within(SECONDS_TO_TELL, lambda: ending.dump_stacks(head, path))
 
     def _leave(self, code: int, fewer_tokens: int | None) -> NoReturn:
-        """Starts over with fewer tokens, or exits with `code`, or under torchrun with 0 after a stop that was asked for,
-        with everything saved.
+        """Starts over with fewer tokens, or exits, with `code`, or under torchrun with 0 after a stop that was asked
+        for, with everything saved.
 
         torchrun would report a failure at length, and with --max-restarts start the ranks again. `mini-trainer` returns
         the code, which it reads in exit.json.
