@@ -154,7 +154,7 @@ def compare_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[float
 
 
 def fill_gaps() -> None:
-    """Of the interpreter: functions of CUDA's library are only declared and return None, and a kernel's float, when
+    """In the interpreter functions of CUDA's library are only declared and return None, and a kernel's float, when
     compiled an fp32 tensor, is Python's, which has no `to`."""
     import liger_kernel.ops  # noqa: F401  (imports all kernels)
 

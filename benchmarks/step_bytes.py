@@ -109,7 +109,7 @@ def find_tensors(tree: Any) -> list[Tensor]:
 
 
 def count_bytes(tensors: list[Tensor]) -> int:
-    """Of memory that is different: an expanded dimension counts once."""
+    """Bytes of the memory behind tensors: an expanded dimension counts once."""
     sizes = [
         each.itemsize * functools.reduce(lambda n, i: n * each.shape[i] if each.stride(i) else n, range(each.ndim), 1)
         for each in tensors
