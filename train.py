@@ -53,8 +53,8 @@ from mini_trainer.run.exports import Exports
 from mini_trainer.run.identity import describe_run, flatten_with_urls
 from mini_trainer.run.metrics import StepMeter
 from mini_trainer.run.run_directory import RunDirectory
-from mini_trainer.run.run_model import build_run_model, find_fewer_tokens, make_average, settle_auto_options
-from mini_trainer.run.start import find_any_obstacle, make_data_local, open_inputs, settle_by_device
+from mini_trainer.run.run_model import build_run_model, make_average, settle_auto_options
+from mini_trainer.run.start import make_data_local, open_inputs, settle_by_device
 from mini_trainer.run.start_checks import describe_inputs, describe_start
 from mini_trainer.run.step import StepOptions, TrainState, train_step
 from mini_trainer.run.validation import Validations
@@ -64,7 +64,7 @@ from mini_trainer.sampler import collect_garbage_between, iterate_batches, pin_m
 def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str, str]:
     """The run, from the files it reads to the last export; returns exit code, message, and text below it."""
     # Check inputs before anything large is loaded.
-    options = settle_by_device(options, world.device, lambda: find_any_obstacle(world))
+    options = settle_by_device(options, world.device, world)
     run = RunDirectory(options.output_dir, options.checkpoints, world, control)
     log.info(describe_run(flatten_with_urls(options), world))
     inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=run.start, origin=run.origin)
@@ -92,7 +92,10 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     )
     step_options = replace_options(step_options, **settled)
     inputs.values.update(settled)  # as they are recorded
-    control.may_start_over(find_fewer_tokens(settled, inputs, world))
+    if run.auto_settings:
+        from mini_trainer.run.fewer_tokens import find_fewer_tokens
+
+        control.marks.fewer_tokens = find_fewer_tokens(settled, inputs, world)
     run.restore(state)
 
     # The loop.

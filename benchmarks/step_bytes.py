@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, LlamaConfig, LlamaModel, PreTrainedConfig, Qwen2Config, Qwen2Model
 
+from mini_trainer.model.added_products import multiply
 from mini_trainer.model.kernels import layers
 from mini_trainer.model.methods import lora_layers
 from mini_trainer.model.optim import compact_adamw
-from mini_trainer.model.whole_weights import multiply
 from mini_trainer.objectives import next_tokens
 
 FLOPS, ATTENTION_FLOPS, BYTES = 756e12, 300e12, 0.83 * 2.94e12  # a second

@@ -18,8 +18,8 @@ from tiny_models import build, check, save_tokenizer
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from mini_trainer.model.kept_weights import KeptWeights
 from mini_trainer.model.precision import choose_types
-from mini_trainer.model.whole_weights import KeptWeights
 
 # Types that keep something in fp32: at least one parameter, or buffers only.
 TYPES = [

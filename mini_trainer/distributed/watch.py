@@ -395,7 +395,9 @@ class Watch:
         the code, which it reads in exit.json.
         """
         if fewer_tokens is not None:
-            ending.start_over(fewer_tokens)
+            from mini_trainer.distributed.restart import start_over
+
+            start_over(fewer_tokens)
         is_stop = self.goodbye is not None and code in ending.STOPPED
         ending.exit_process(ending.ExitCode.DONE if is_stop and self.has_torchrun else code)
 
@@ -454,10 +456,6 @@ class RunControl:
         self.marks.in_loop = True
         self.marks.steps_done = steps_done
         self.progress(f"the step after {steps_done}")
-
-    def may_start_over(self, fewer_tokens: int | None) -> None:
-        """Lets the run start over, with fewer tokens, if its first steps run out of memory; None: it ends."""
-        self.marks.fewer_tokens = fewer_tokens
 
     def flags(self) -> int:
         """This rank's flags, for the step's reduction; rank 0 says for all when --max-time is over."""

@@ -12,7 +12,7 @@ from mini_trainer.data.stores.model_files import naming_config
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.model import attention, kernels
+from mini_trainer.model import attention
 from mini_trainer.model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
 from mini_trainer.model.blocks import find_mixers, hand_micro_batch_on, needs_own_attention
 from mini_trainer.model.config import ModelSource
@@ -65,13 +65,18 @@ def build_model(
         from mini_trainer.model.activation_memory import apply_tiling
 
         apply_tiling(meta)
+    is_fused = compute.compile
+    if world.device.type == "cuda":
+        from mini_trainer.model.kernels import are_usable
+
+        is_fused = is_fused or are_usable(world.device)
     packed_model = PackedModel(
         meta.model,
         objective,
         backend=meta.backend,
         compute_dtype=meta.compute_dtype,
         kept=meta.list_kept(),
-        is_fused=compute.compile or kernels.are_usable(world.device),
+        is_fused=is_fused,
     )
     packed_model.compiled, packed_model.kernels = meta.compiled, meta.kernels
     apply_sharding(packed_model, meta.blocks, sharding, method=method, readers=readers, world=world)

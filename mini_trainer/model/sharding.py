@@ -25,7 +25,7 @@ from mini_trainer.distributed.world import World, broadcast_from_rank0
 from mini_trainer.model.method import Method
 from mini_trainer.model.stored_tensors import reading_ahead
 from mini_trainer.model.weights import Reader
-from mini_trainer.model.whole_weights import KeptWeights, PlacedWeights, WholeWeights
+from mini_trainer.model.whole_weights import PlacedWeights, WholeWeights
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import ShardingOptions
 from mini_trainer.options.doors import KEEPING, RESHARDING
@@ -186,6 +186,8 @@ def apply_sharding(
     for name in READING:
         register_fsdp_forward_method(packed_model, name)
     if own_type:
+        from mini_trainer.model.kept_weights import KeptWeights
+
         place_weights(packed_model, KeptWeights(packed_model, own_type, world.mesh, device=world.device))
 
 

@@ -4,30 +4,20 @@ Optimizers, methods, checkpoints and exports see the masters, DTensors as FSDP2 
 of the compute type in their place, and the last backward of a step puts the masters back, with their gradients.
 
 A model that one rank holds as a whole has no FSDP (`WholeWeights`). Beside FSDP2, which gives a group of parameters one
-type, those that compute in fp32 in a model of any type are gathered once per step (`KeptWeights`).
+type, those that compute in fp32 in a model of any type are gathered once per step (model.kept_weights).
 """
 
-import functools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.functional import linear
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from mini_trainer.distributed.devices import memory_kind
-from mini_trainer.objectives.next_tokens import add_product
-
-# torch 2.13's names, and those of torch 2.11, which 2.13 warns of.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class PlacedWeights:
@@ -114,7 +104,7 @@ class WholeWeights(PlacedWeights):
         kept: Collection[nn.Parameter],
         adds_products: bool = False,
     ):
-        """`kept`: parameters that compute in their own type. `adds_products`: see `AddedProduct`."""
+        """`kept`: parameters that compute in their own type. `adds_products`: see model.added_products."""
         self.compute_dtype, self.mesh, self.kept = compute_dtype, mesh, kept
         super().__init__(model, set(model.parameters()))
         shared = [(master, weight) for master, weight in self.pairs.values() if is_shared(master, weight)]
@@ -122,11 +112,10 @@ class WholeWeights(PlacedWeights):
         copied = [(master, weight) for master, weight in self.pairs.values() if not is_shared(master, weight)]
         self.sources = [master.detach().to_local() for master, _ in copied]
         self.copies = [weight.detach() for _, weight in copied]
-        linear_layers = [module for module in model.modules() if type(module) is nn.Linear] if adds_products else []
-        for module in linear_layers:
-            master, weight = next((m, w) for owner, name, m, w in self.places if owner is module and name == "weight")
-            if master.requires_grad:
-                module.forward = functools.partial(multiply, module, functools.partial(add_to_gradient, master, weight))
+        if adds_products:
+            from mini_trainer.model.added_products import add_products
+
+            add_products(self.places)
 
     def _split(self, param: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
         own = param.detach()
@@ -151,133 +140,9 @@ class WholeWeights(PlacedWeights):
             weight.grad = None
 
 
-@dataclass(frozen=True)
-class Span:
-    """Where a parameter is in the flat rows of `KeptWeights`, one row a shard."""
-
-    start: int
-    num_rows: int  # of the parameter, on each shard but the last ones
-    row_size: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_rows * self.row_size
-
-
-class KeptWeights(PlacedWeights):
-    """Parameters beside FSDP2's that compute in their masters' own type: gathered once before the forward passes that
-    follow a change of the masters, their gradients summed over ranks once per step, each by one collective."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        kept: Collection[nn.Parameter],
-        mesh: DeviceMesh,
-        *,
-        device: torch.device,
-    ):
-        """`mesh`: its last dimension shards, an earlier one replicates. Masters are on `device`, also where FSDP2 holds
-        others in CPU memory."""
-        self.mesh, self.device = mesh, device
-        self.num_shards, self.shard = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-        self.spans: dict[nn.Parameter, Span] = {}  # by weight
-        self.width = 0  # numbers of a flat row; behind each parameter's stands whether it has a gradient
-        super().__init__(model, kept)
-
-    def _split(self, param: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
-        own, placements = param.detach(), [*[Replicate()] * (self.mesh.ndim - 1), Shard(0)]
-        chunks = own.chunk(self.num_shards)
-        local = (chunks[self.shard] if self.shard < len(chunks) else own[:0]).clone()
-        sharded = DTensor.from_local(
-            local, self.mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
-        )
-        weight = nn.Parameter(own, param.requires_grad)
-        num_rows = -(-len(own) // self.num_shards)
-        self.spans[weight] = span = Span(self.width, num_rows, own[:1].numel())
-        self.width = span.stop + 1
-        return nn.Parameter(sharded, param.requires_grad), weight
-
-    def _fill(self) -> None:
-        mine = torch.zeros(self.width, device=self.device)
-        for master, weight in self.pairs.values():
-            local = master.detach().to_local().flatten()
-            mine[self.spans[weight].start :][: len(local)].copy_(local)
-        rows = mine.new_empty(self.num_shards, self.width)
-        all_gather(rows.view(-1), mine, group=self.mesh.get_group(self.mesh.ndim - 1))
-        for _, weight in self.pairs.values():
-            span = self.spans[weight]
-            weight.detach().copy_(rows[:, span.start : span.stop].flatten()[: weight.numel()].view_as(weight))
-
-    def _collect(self) -> None:
-        trained = [(master, weight) for master, weight in self.pairs.values() if weight.requires_grad]
-        has_gradient = [weight.grad is not None for _, weight in trained]
-        if not any(has_gradient):
-            return
-        rows = torch.zeros(self.num_shards, self.width, device=self.device)
-        for _, weight in trained:
-            if weight.grad is not None:
-                span = self.spans[weight]
-                padded = weight.grad.new_zeros(self.num_shards * span.num_rows * span.row_size)
-                padded[: weight.numel()] = weight.grad.flatten()
-                rows[:, span.start : span.stop] = padded.view(self.num_shards, -1)
-                rows[:, span.stop] = 1
-                weight.grad = None
-        mine = rows.new_empty(self.width)
-        reduce_scatter(mine, rows.view(-1), group=self.mesh.get_group(self.mesh.ndim - 1))
-        if self.mesh.ndim > 1:
-            dist.all_reduce(mine, group=self.mesh.get_group(0))
-        if not isinstance(mine, FakeTensor):  # a plan's has no values; else one sync
-            has_gradient = (mine[[self.spans[weight].stop for _, weight in trained]] > 0).tolist()  # on any rank
-        for (master, weight), has in zip(trained, has_gradient, strict=True):
-            span, local = self.spans[weight], master.detach().to_local()
-            if has:
-                own = mine[span.start :][: local.numel()].view_as(local).to(master.dtype)
-                master.grad = as_master(own, master)
-
-
 def is_shared(master: nn.Parameter, weight: nn.Parameter) -> bool:
     """Whether both are the same memory."""
     return master.dtype == weight.dtype
-
-
-def multiply(layer: nn.Linear, add: Callable[[Tensor, Tensor], None], x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-    if not torch.is_grad_enabled():
-        return linear(x, layer.weight, layer.bias)
-    return AddedProduct.apply(x, layer.weight, layer.bias, add)
-
-
-class AddedProduct(torch.autograd.Function):
-    """x W^T + b. The product that gives the gradient of W adds it to what earlier micro-batches gave, in the type of
-    that: no gradient is rounded, written and read again before it is added."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, add: Callable[[Tensor, Tensor], None]
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.add = add
-        return linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, _, needs_bias, _ = ctx.needs_input_grad
-        d_flat = d_out.reshape(-1, d_out.shape[-1])  # (T, out)
-        ctx.add(d_flat.t(), x.reshape(-1, x.shape[-1]))
-        return d_out @ weight if needs_x else None, None, d_flat.sum(0) if needs_bias else None, None
-
-
-@torch.no_grad()
-def add_to_gradient(master: nn.Parameter, weight: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right to the gradient of a master, or of the weight that shares its memory, where it now is."""
-    holder = weight if is_shared(master, weight) else master
-    is_first = holder.grad is None
-    if is_first:
-        with memory_kind("gradients"):
-            total = torch.empty_like(weight, dtype=master.dtype)
-        holder.grad = total if holder is weight else as_master(total, master)
-    total = holder.grad.to_local() if isinstance(holder.grad, DTensor) else holder.grad
-    add_product(total, left, right, is_first=is_first)
 
 
 @torch.no_grad()

@@ -4,15 +4,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from mini_trainer.options import data as of_data
 from mini_trainer.options import learning, running
-from mini_trainer.options.data import (
-    DATA_CACHE_DIR,
-    MAX_TOKENS,
-    TRAINING_DATA,
-    DataOptions,
-    RowOptions,
-    ValidationOptions,
-)
+from mini_trainer.options.data import DATA_CACHE_DIR, TRAINING_DATA, DataOptions, RowOptions, ValidationOptions
 from mini_trainer.options.fields import Options, flatten_options, iterate_fields, list_facts, option, replace_options
 from mini_trainer.options.urls import is_url
 
@@ -86,7 +80,7 @@ def fill_unset(options: Options, device: str) -> Options:
     needs_mode = values["compile"] or values["offload_activations"]
     defaults = dict(
         activation_checkpointing="auto" if is_cuda and not needs_mode else "full",
-        max_tokens_per_gpu="auto" if is_cuda and not values["drop_overlong"] else MAX_TOKENS,
+        max_tokens_per_gpu="auto" if is_cuda and not values["drop_overlong"] else of_data.MAX_TOKENS,
         kernels="auto" if is_cuda and not values["compile"] else "eager",
     )
     return replace_options(options, **{name: value for name, value in defaults.items() if values[name] is None})

@@ -26,7 +26,8 @@ from mini_trainer.data.tokenized.by_row import CHUNK, find_top_row
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed import devices
 from mini_trainer.distributed.devices import GIB, OFFLOADED, describe_device, memory_limit, resident_memory
-from mini_trainer.distributed.ending import FEWER_TOKENS, log
+from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.restart import FEWER_TOKENS
 from mini_trainer.distributed.world import call_on_rank0, count_sharing
 from mini_trainer.model.activation_checkpointing import set_activation_checkpointing
 from mini_trainer.model.optim.optimizers import count_state_bytes

@@ -1,14 +1,13 @@
 """Building, checking and reporting a run's model; the report on its data."""
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mini_trainer.distributed.devices import DTYPES, give_back_freed_memory
-from mini_trainer.distributed.ending import FEWER_TOKENS, log
-from mini_trainer.distributed.world import World, count_sharing
+from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.world import World
 from mini_trainer.model.attention import list_heads
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model
@@ -18,7 +17,7 @@ from mini_trainer.model.optim.optimizers import learning_rate_at
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.objectives.families.family import check_positions
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.objective import Objective, PackedModel, TeacherModel
+from mini_trainer.objectives.objective import PackedModel, TeacherModel
 from mini_trainer.options import ComputeOptions, OptimizationOptions, flatten_options
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import StepOptions, TrainState
@@ -65,7 +64,12 @@ def build_run_model(
     method.study(lambda: build(compute=plain, method=Full()), objective=inputs.objective, world=world)
     model = build(compute=compute, method=method)
     check_positions(model.model, longest=inputs.longest)
-    check_with_kernels(model, inputs.objective, world=world)
+    if model.kernels.num_modules:
+        from mini_trainer.model.kernels import check_with_kernels
+
+        check_with_kernels(model, inputs.objective, world=world)
+    else:
+        check_model(model, inputs.objective, world=world)
     if model.compiled:
         from mini_trainer.model.compiled_check import check_compiled
 
@@ -86,19 +90,6 @@ def build_run_model(
             add_reference(inputs, model, build_other, world=world, progress=progress)
     log.info(describe_model(inputs, options, model))
     return model
-
-
-def check_with_kernels(model: PackedModel, objective: Objective, *, world: World) -> None:
-    """The start-up check; where only fused kernels fail it, training continues without them."""
-    try:
-        check_model(model, objective, world=world)
-    except ValueError as error:
-        if not model.kernels.num_modules:
-            raise
-        model.kernels.num_modules = 0
-        model.kernels.is_on = False
-        check_model(model, objective, world=world)
-        log.warning(f"warning: steps are slower, without fused kernels, since with them: {error}")
 
 
 def make_average(model: PackedModel, options: OptimizationOptions, *, end: int | None) -> "WeightAverage | None":
@@ -210,11 +201,3 @@ def settle_auto_options(
         state, inputs, options, names, start=start, previous=previous, progress=progress
     )
     return settled | chosen, record
-
-
-def find_fewer_tokens(settled: dict[str, Any], inputs: RunInputs, world: World) -> int | None:
-    """Tokens of a micro-batch with which the run starts over, once, if it has no room for those chosen for it; None if
-    they were not chosen, or if the longest sample needs more."""
-    half = settled.get("max_tokens_per_gpu", 0) // 2
-    has_room = half * count_sharing(world.row_group) >= inputs.data.longest
-    return half if has_room and FEWER_TOKENS not in os.environ else None

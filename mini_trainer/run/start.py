@@ -4,7 +4,6 @@ Errors are collected, so that all of them are reported at once.
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +18,9 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.watch import RunControl
-from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
+from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.build import choose_compute_dtype
 from mini_trainer.model.config import check_rope, choose_tokenizer, load_config, load_generation_config
-from mini_trainer.model.kernels import find_obstacle
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import open_optimizer
 from mini_trainer.objectives import objective
@@ -60,31 +58,21 @@ if TYPE_CHECKING:
 
 
 def settle_by_device(
-    options: TrainOptions, device: torch.device, find_obstacle: Callable[[], str | None]
+    options: TrainOptions, device: torch.device, world: World | None, *, is_known: bool = True
 ) -> TrainOptions:
-    """The options with what the device decides: defaults of options left out, and whether there are fused kernels.
-
-    `find_obstacle`: why there can be none, if so. ValueError for kernels that are asked for and cannot be had, and for
-    options that have no effect with these defaults.
-    """
+    """The options with what the device decides. All ranks of a `world` call this; `is_known`: whether the device is
+    one of this machine. ValueError for kernels that cannot be had, and for options that have no effect."""
     options = fill_unset(options, device.type)
     if options.compute.memory_budget_gb is not None:  # which some defaults leave without effect
         from mini_trainer.options.problems.training import find_compute_problems
 
         if problems := find_compute_problems(options):
             raise ValueError("\n".join(problems))
-    if options.compute.kernels == "eager" or (obstacle := find_obstacle()) is None:
+    if options.compute.kernels == "eager" or not is_known:
         return options
-    if options.compute.kernels == "fused":
-        raise ValueError(f"--kernels fused (--use-liger-kernels) needs a CUDA device and liger-kernel: {obstacle}")
-    log.info(f"kernels: eager, since {obstacle}")
-    return replace_options(options, kernels="eager")
+    from mini_trainer.model.kernels import settle_kernels
 
-
-def find_any_obstacle(world: World) -> str | None:
-    """Why one of the ranks can have no fused kernels; None if all can. All ranks call this together."""
-    obstacles = gather_on_rank0(world, find_obstacle(world.device))
-    return call_on_rank0(world, lambda: next(filter(None, obstacles), None))
+    return replace_options(options, kernels=settle_kernels(options.compute.kernels, device, world))
 
 
 def open_inputs(

@@ -9,6 +9,9 @@ import importlib.util
 import torch
 
 from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
+from mini_trainer.model.check import check_model
+from mini_trainer.objectives.objective import Objective, PackedModel
 
 
 @functools.cache
@@ -36,3 +39,31 @@ def find_obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed (pip install liger-kernel)"
     return None if are_usable(device) else "Triton's kernels do not run here"
+
+
+def find_any_obstacle(world: World) -> str | None:
+    """`find_obstacle` of one of the ranks; None if all can. All ranks call this together."""
+    obstacles = gather_on_rank0(world, find_obstacle(world.device))
+    return call_on_rank0(world, lambda: next(filter(None, obstacles), None))
+
+
+def check_with_kernels(model: PackedModel, objective: Objective, *, world: World) -> None:
+    """The start-up check; where only fused kernels fail it, training continues without them."""
+    try:
+        check_model(model, objective, world=world)
+    except ValueError as error:
+        model.kernels.num_modules = 0
+        model.kernels.is_on = False
+        check_model(model, objective, world=world)
+        log.warning(f"warning: steps are slower, without fused kernels, since with them: {error}")
+
+
+def settle_kernels(asked: str, device: torch.device, world: World | None) -> str:
+    """Eager kernels where no fused ones can be had; ValueError if these are asked for."""
+    obstacle = find_obstacle(device) if world is None else find_any_obstacle(world)
+    if obstacle is None:
+        return asked
+    if asked == "fused":
+        raise ValueError(f"--kernels fused (--use-liger-kernels) needs a CUDA device and liger-kernel: {obstacle}")
+    log.info(f"kernels: eager, since {obstacle}")
+    return "eager"

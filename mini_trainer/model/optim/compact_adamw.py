@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mini_trainer.model import kernels
-
 BLOCK_SIZE = 256
 MIN_BLOCK_SIZE = 32  # below this, scales would cost more memory than 8-bit codes save: moments stay in fp32
 MAX_NUMEL = 2**26  # numbers of a shard that are updated at a time: 3 GB of temporary ones
@@ -78,7 +76,7 @@ class CompactAdamW(torch.optim.Optimizer):
         if not weight.numel():
             return
         state = {key: value.to_local() for key, value in self.state[param].items()}
-        if kernels.are_usable(weight.device):
+        if has_kernel(weight):
             from mini_trainer.model.kernels.adamw import update_shard
 
             maps = (*load_map(True, weight.device), *load_map(False, weight.device))
@@ -92,6 +90,14 @@ class CompactAdamW(torch.optim.Optimizer):
             rows = slice(start, start + size)
             own = {key: value[rows] for key, value in state.items()}
             update_rows(weight[rows], gradient[rows].float(), own, group, rounding)
+
+
+def has_kernel(weight: Tensor) -> bool:
+    if not weight.is_cuda:
+        return False
+    from mini_trainer.model.kernels import are_usable
+
+    return are_usable(weight.device)
 
 
 @dataclass

@@ -37,7 +37,6 @@ from mini_trainer.distributed.world import (
 )
 from mini_trainer.model.build import make_meta_model
 from mini_trainer.model.flops import count_flops
-from mini_trainer.model.kernels import find_obstacle
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.averages import find_first_step
 from mini_trainer.model.optim.optimizers import build_optimizer
@@ -93,9 +92,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
         step_options = choose_step_options(options)
         target = find_target(device_name, step_options, world_size, findings, is_here=is_here)
         is_known = is_here or target.device.type == "cpu"  # of another machine it is assumed that it can have kernels
-        settled = findings.problems.attempt(
-            lambda: settle_by_device(options, target.device, lambda: find_obstacle(target.device) if is_known else None)
-        )
+        settled = findings.problems.attempt(lambda: settle_by_device(options, target.device, None, is_known=is_known))
         options = settled or replace_options(fill_unset(options, target.device.type), kernels="eager")
         step_options = choose_step_options(options)
         run = look_at_run(options, target, findings)
