@@ -166,9 +166,11 @@ def apply_sharding(
     assert not readers, f"the model has no place for {', '.join(readers)}"
     if is_whole:
         cast_inputs(blocks, packed_model.compute_dtype)
-        adds = adds_products(packed_model, world.device)
-        dtype = packed_model.compute_dtype
-        weights = WholeWeights(packed_model, dtype, world.mesh, kept=own_type, adds_products=adds)
+        weights = WholeWeights(packed_model, packed_model.compute_dtype, world.mesh, kept=own_type)
+        if adds_products(packed_model, world.device):
+            from mini_trainer.model.added_products import add_products
+
+            add_products(weights.places)
         place_weights(packed_model, weights)
         return
     # Configure gradient reduction and prefetching.

@@ -96,15 +96,9 @@ class WholeWeights(PlacedWeights):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        compute_dtype: torch.dtype,
-        mesh: DeviceMesh,
-        *,
-        kept: Collection[nn.Parameter],
-        adds_products: bool = False,
+        self, model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh, *, kept: Collection[nn.Parameter]
     ):
-        """`kept`: parameters that compute in their own type. `adds_products`: see model.added_products."""
+        """`kept`: parameters that compute in their own type."""
         self.compute_dtype, self.mesh, self.kept = compute_dtype, mesh, kept
         super().__init__(model, set(model.parameters()))
         shared = [(master, weight) for master, weight in self.pairs.values() if is_shared(master, weight)]
@@ -112,10 +106,6 @@ class WholeWeights(PlacedWeights):
         copied = [(master, weight) for master, weight in self.pairs.values() if not is_shared(master, weight)]
         self.sources = [master.detach().to_local() for master, _ in copied]
         self.copies = [weight.detach() for _, weight in copied]
-        if adds_products:
-            from mini_trainer.model.added_products import add_products
-
-            add_products(self.places)
 
     def _split(self, param: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
         own = param.detach()
