@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+import torch
 from breadth import long
 from in_process import train_here
 from kernels_standin import PARTS, Kernels
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from mini_trainer.model.kernels.layers import find_kind, fuse_mlp, fuse_sums_of, is_rotation
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.run.start import choose_method
 
 LENGTHS = (13, 1, 22, 7)
 # Parts of each family; the others keep its own code.
@@ -61,6 +64,37 @@ def test_a_familys_kernels_are_in_place_and_give_its_gradients(family, mode, wor
         assert [part for part in PARTS if kernels.num_calls[part]] == [*(PARTS_OF[family] if is_on else ())]
         for name, expected in plain.items():
             assert (ours[name] - expected).norm() <= 1e-5 * expected.norm(), (is_on, name)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "is_covered"),
+    [
+        ("llama", {}, True),
+        ("gemma3", {}, True),
+        ("qwen3", dict(lora=True, lora_rank=4), True),
+        ("llama", dict(lora=True, lora_rank=4, lora_dropout=0.1), False),
+        ("llama", dict(attention="eager"), False),
+        ("mixtral", {}, False),
+    ],
+)
+def test_selective_checkpointing_runs_more_than_norms_and_gates_again(
+    family, options, is_covered, world, tmp_path, install
+):
+    path, kernels, gradients = save_model(FAMILIES[family], tmp_path), install(), []
+    given = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
+    for mode in ("none", "selective"):
+        model = build(path, world, kernels="fused", activation_checkpointing=mode, method=choose_method(given),
+                      attention=given.compute.attention)  # fmt: skip
+        torch.manual_seed(0)  # dropout
+        loss = model(make_micro_batch(LENGTHS, seed=0)).loss
+        kernels.num_calls = dict.fromkeys(PARTS, 0)
+        loss.backward()
+        gradients.append(full_gradients(model))
+    layers = len(model.model.model.layers)
+    assert kernels.num_calls["rotary"] == kernels.num_calls["sum"] == (0 if is_covered else layers)
+    assert kernels.num_calls["gated"] == (layers if "gated" in PARTS_OF[family] else 0)
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradients[1][name], gradient), name
 
 
 @pytest.mark.parametrize("release", RELEASES["liger-kernel"])

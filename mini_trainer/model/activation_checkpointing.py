@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.method import Method
 from mini_trainer.objectives.families.text_tower import find_blocks, text_config
-from mini_trainer.objectives.objective import PackedModel
+from mini_trainer.objectives.objective import KernelSwitch, PackedModel
 
 # Operations whose outputs --activation-checkpointing selective keeps. Not bmm, which computes eager attention's scores.
 GROUPED_PRODUCTS = frozenset({"aten::_grouped_mm"})  # matrix products of all experts of a layer at once
@@ -68,20 +68,35 @@ def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] =
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
 
 
+def apply_selective_checkpointing(
+    model: PreTrainedModel, method: Method, kernels: KernelSwitch, *, backend: str, compile: bool
+) -> None:
+    """Keeps the outputs of costly operations; blocks that are made of `kernels` do so by model.kernels.remade."""
+    blocks = find_blocks(model)
+    apply_activation_checkpointing(blocks, choose_kept_operations(model, method, backend=backend, compile=compile))
+    known = packed_attention.BACKENDS.get(backend)
+    if kernels.num_modules and not compile and known is not None and not known.stores_scores:
+        from mini_trainer.model.kernels.layers import is_covered
+        from mini_trainer.model.kernels.remade import Remaking
+
+        for block in blocks:
+            block.forward = Remaking(block.forward, kernels, functools.partial(is_covered, block))
+
+
 def set_activation_checkpointing(packed_model: PackedModel, method: Method, mode: str) -> None:
     """Changes the checkpointing mode of a built model, whose blocks must not be compiled."""
     model = packed_model.model
     blocks = find_blocks(model)
     for block in blocks:
-        forward = block.forward
+        forward = getattr(block.forward, "recompute", block.forward)
         if isinstance(forward, functools.partial) and forward.func is checkpoint:
             (block.forward,) = forward.args
     match mode:
         case "none":
             pass
         case "selective":
-            kept = choose_kept_operations(model, method, backend=packed_model.backend, compile=False)
-            apply_activation_checkpointing(blocks, kept)
+            backend, kernels = packed_model.backend, packed_model.kernels
+            apply_selective_checkpointing(model, method, kernels, backend=backend, compile=False)
         case "full":
             apply_activation_checkpointing(blocks)
         case _:

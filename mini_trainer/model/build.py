@@ -13,7 +13,7 @@ from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model import attention
-from mini_trainer.model.activation_checkpointing import apply_activation_checkpointing, choose_kept_operations
+from mini_trainer.model.activation_checkpointing import apply_activation_checkpointing, apply_selective_checkpointing
 from mini_trainer.model.blocks import find_mixers, hand_micro_batch_on, needs_own_attention
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import MetaModel, Method
@@ -121,8 +121,8 @@ def make_meta_model(
 
         tiled = find_tiled(model, blocks)
     if mode == "selective":
-        kept = choose_kept_operations(model, method, backend=backend, compile=compute.compile)
-        apply_activation_checkpointing(blocks, kept)  # before compiling, which hides operations
+        # Before compiling, which hides operations.
+        apply_selective_checkpointing(model, method, switch, backend=backend, compile=compute.compile)
     compiled = apply_compile(blocks) if compute.compile else ()
     if mode == "full":
         apply_activation_checkpointing(blocks)

@@ -5,6 +5,7 @@ kept when the run is resumed. A `Measure` gives the memory of a micro-batch of s
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -275,7 +276,6 @@ class Prober:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world.control)
         excess, needed, activations, seconds = most.tolist()
         self.seconds += 2 * len(micro_batches) * seconds
-        log.info(f"  {num_tokens:,} tokens need {needed / GIB:,.2f} GiB and {seconds:.3f} s")
         return Probe(num_tokens, int(needed), int(activations), int(excess), seconds)
 
     def set_mode(self, mode: str) -> None:
@@ -375,8 +375,20 @@ def measure_auto_options(
     settled = {name: chosen[name] for name in names}
     if settled.get("reshard_after_forward") == "never" and not state.model.is_whole:
         state.model.set_reshard_after_forward(False)
-    log.info("auto: " + ", ".join(f"{flag_name(name)} {value}" for name, value in settled.items() if value != "auto"))
+    log.info(describe_choice(settled, chosen))
     return settled, chosen
+
+
+def describe_choice(settled: dict[str, Any], chosen: dict[str, Any]) -> str:
+    """What was chosen, and what each that was tried gave."""
+    values = ", ".join(f"{flag_name(name)} {value}" for name, value in settled.items() if value != "auto")
+    tried = [
+        f"{probe.get('kernels', name)} {probe['tokens']:,} tokens in {probe['seconds']:.3f} s"
+        + (f" and {probe['bytes'] / GIB:,.2f} GiB" if "bytes" in probe else "")
+        for name, probes in chosen["probes"].items()
+        for probe in (probes if name == "kernels" else probes[-1:])
+    ]
+    return f"auto: {values} ({', '.join(tried)}, of {chosen['limit_bytes'] / GIB:,.2f} GiB)"
 
 
 def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most: int) -> dict[str, Any]:
@@ -393,22 +405,13 @@ def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most:
             prober.set_mode(CHECKPOINTING[-1])
         kernels = prober.choose_kernels(least=least, most=most)
 
-    def find(mode: str) -> Room:
-        if options.compute.activation_checkpointing == "auto":
-            log.info(f"auto: --activation-checkpointing {mode}")
-        return prober.find_room(mode, least=least, most=most)
-
+    find = functools.partial(prober.find_room, least=least, most=most)
     enough = min(most, max(longest, ENOUGH_TOKENS * num_sharing))
     mode, room = choose_mode(find, CHECKPOINTING if mode == "auto" else (mode,), enough=enough, is_timed=True)
     prober.set_mode(mode)
     if room.num_tokens == 0 and given == "auto":
         raise ValueError(refuse_longest(data, room))
     prober.clean_up()
-    takes = f"; one of {room.num_tokens:,} takes {room.seconds:.3f} s" if room.num_tokens else ""
-    log.info(
-        f"auto: {prober.limit / GIB:,.2f} GiB may be used, the longest sample has {longest:,} tokens, and more than"
-        f" {most:,} in a micro-batch would not save one{takes}"
-    )
     cap = -(-room.num_tokens // num_sharing)
     model = prober.state.model
     weights_bytes = count_gathered_bytes(model.model, model.compute_dtype, model.kept)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.functional import gelu, silu
 
+from mini_trainer.model.kernels.remade import is_noted, note
 from mini_trainer.objectives.objective import KernelSwitch
 
 ROTATE = "apply_rotary_pos_emb"  # transformers' name for it, in each of its files
@@ -47,6 +48,23 @@ def apply_kernels(model: nn.Module, blocks: nn.ModuleList) -> KernelSwitch:
             module.forward, fused.switch = fused, switch
             switch.num_modules += 1
     return switch
+
+
+def is_covered(block: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a block keeps for backward only inputs of products, of attention and of kernels that compute in `dtype`.
+
+    Layers that keep more, such as experts, or adapters with dropout, have modules of other kinds.
+    """
+
+    def is_known(module: nn.Module) -> bool:
+        params = [param for param in module._parameters.values() if param is not None]
+        if isinstance(module.forward, Fused):
+            return all(param.dtype == dtype for param in params)
+        return type(module) is nn.Linear or not (params or (isinstance(module, nn.Dropout) and module.p))
+
+    modules = list(block.modules())
+    has_gated = any(isinstance(module.forward, Fused) and hasattr(module, GATED[0]) for module in modules)
+    return has_gated and all(map(is_known, modules))
 
 
 def draw(*shape: int) -> Tensor:
@@ -101,10 +119,12 @@ def normalize(module: nn.Module, own: Callable, kind: Kind, x: Tensor) -> Tensor
     if x.dtype != weight.dtype:  # a weight kept in fp32: its product has another type
         return own(x)
     if isinstance(x, FakeTensor):
-        return Simulated.apply("norm", x, weight)
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+        result = Simulated.apply("norm", x, weight)
+    else:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    return LigerRMSNormFunction.apply(x, weight, *kind, False)  # not in place: others may have the gradient, too
+        result = LigerRMSNormFunction.apply(x, weight, *kind, False)  # not in place: others may have the gradient, too
+    return note(result, normalize, module, own, kind, x)
 
 
 def add_and_normalize(
@@ -114,10 +134,12 @@ def add_and_normalize(
     if hidden.dtype != weight.dtype or residual.dtype != weight.dtype:
         return own(total := residual + hidden), total
     if isinstance(hidden, FakeTensor):
-        return Simulated.apply("sum", hidden, residual, weight)
-    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+        result, total = Simulated.apply("sum", hidden, residual, weight)
+    else:
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
-    return LigerFusedAddRMSNormFunction.apply(hidden, residual, weight, *kind, False)
+        result, total = LigerFusedAddRMSNormFunction.apply(hidden, residual, weight, *kind, False)
+    return note(result, normalize, module, own, kind, total), total
 
 
 # Gated MLPs.
@@ -143,18 +165,21 @@ def fuse_mlp(module: nn.Module) -> Fused | None:
 
 
 def run_mlp(module: nn.Module, activation: str, x: Tensor) -> Tensor:
-    gate, up = module.gate_proj(x), module.up_proj(x)
+    return module.down_proj(multiply_gated(activation, module.gate_proj(x), module.up_proj(x)))
+
+
+def multiply_gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
     if isinstance(gate, FakeTensor):
-        gated = Simulated.apply("gated", gate, up)
+        result = Simulated.apply("gated", gate, up)
     elif activation == "silu":
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-        gated = LigerSiLUMulFunction.apply(gate, up)
+        result = LigerSiLUMulFunction.apply(gate, up)
     else:
         from liger_kernel.ops.geglu import LigerGELUMulFunction
 
-        gated = LigerGELUMulFunction.apply(gate, up)
-    return module.down_proj(gated)
+        result = LigerGELUMulFunction.apply(gate, up)
+    return note(result, multiply_gated, activation, gate, up)
 
 
 # Rotary embeddings.
@@ -196,10 +221,13 @@ def rotate(
     if args or kwargs or not is_usual or len(cos) not in (1, len(query)):  # a part of each head, or another layout
         return own(query, key, cos, sin, *args, **kwargs)
     if isinstance(query, FakeTensor):
-        return Simulated.apply("rotation", query, key, cos, sin)
-    from mini_trainer.model.kernels.rotary import Rotation
+        result = Simulated.apply("rotation", query, key, cos, sin)
+    else:
+        from mini_trainer.model.kernels.rotary import Rotation
 
-    return Rotation.apply(query, key, cos, sin)
+        result = Rotation.apply(query, key, cos, sin)
+    # Only after norms of queries and keys, whose inputs are kept: else these are as large as what is made of them.
+    return note(result, rotate, own, query, key, cos, sin) if is_noted(query) else result
 
 
 # Sums before a norm.
