@@ -109,17 +109,6 @@ def cost_samples(lengths: np.ndarray, attention_cost: float, load: SampleLoad | 
     return costs if load is None or load.costs is None else costs + load.costs
 
 
-def sum_step_costs(
-    micro_batches: Sequence[Sequence[Sequence[int]]],
-    lengths: Sequence[int],
-    attention_cost: float = 0.0,
-    load: SampleLoad | None = None,
-) -> float:
-    """Returns the sum over steps of the costliest micro-batch: what `pack_batch` makes small."""
-    costs = cost_samples(np.asarray(lengths, np.int64), attention_cost, load).tolist()
-    return float(sum(max(sum(costs[i] for i in indices) for indices in step) for step in micro_batches))
-
-
 def _check_lengths(lengths: Sequence[int] | np.ndarray, max_tokens_per_gpu: int, num_ranks: int) -> np.ndarray:
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}; it must be at least 1")

@@ -35,6 +35,7 @@ from triton.runtime import interpreter
 
 from mini_trainer.distributed.world import World, init_world
 from mini_trainer.model.kernels import adamw, rotary
+from mini_trainer.model.kernels.gradients import find_fault
 from mini_trainer.model.optim import compact_adamw
 
 # Shapes whose blocks of 8-bit codes have 256, 64 and 32 numbers, and one without blocks; none fills a tile.
@@ -182,13 +183,15 @@ def tanh(x):
 
 
 def compare_model(name: str, mode: str, world: World) -> float:
-    """The largest relative difference of a gradient, or of the loss; ValueError where the start-up check fails."""
+    """The largest relative difference of a gradient, or of the loss; ValueError where a check at the start fails."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(FAMILIES[name], Path(folder))
         for which in ("eager", "fused"):
             model = build(path, world, kernels=which, activation_checkpointing=mode)
             check(model, world)
+            if which == "fused" and (fault := find_fault(model.kernels, world.device, torch.float32)):
+                raise ValueError(fault)
             loss = model(make_micro_batch(LENGTHS, seed=0)).loss
             loss.backward()
             found.append({"loss": loss.detach()} | full_gradients(model))

@@ -27,10 +27,11 @@ from pathlib import Path
 import numpy as np
 import paths
 from numba import njit
+from step_costs import sum_step_costs
 
 ROOT = paths.ROOT
 
-from mini_trainer.batch_packer import cost_samples, pack_batch, sum_step_costs
+from mini_trainer.batch_packer import cost_samples, pack_batch
 
 GSM8K_PERCENTS = [0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 99.9, 100]
 GSM8K_TOKENS = [34, 57, 71, 81, 96, 109, 121, 134, 149, 167, 189, 224, 253, 315, 405, 469]

@@ -21,13 +21,16 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, LlamaConfig, LlamaModel, PreTrainedConfig, Qwen2Config, Qwen2Model
 
 from mini_trainer.model.added_products import multiply
 from mini_trainer.model.kernels import layers
+from mini_trainer.model.kernels.remade import Remaking
 from mini_trainer.model.methods import lora_layers
 from mini_trainer.model.optim import compact_adamw
 from mini_trainer.objectives import next_tokens
+from mini_trainer.objectives.objective import KernelSwitch
 
 FLOPS, ATTENTION_FLOPS, BYTES = 756e12, 300e12, 0.83 * 2.94e12  # a second
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
@@ -199,6 +202,8 @@ def run_block(step: Step, *, is_fused: bool) -> Rows:
         for layer in [module for module in block.modules() if isinstance(module, nn.Linear)]:
             total = torch.empty_like(layer.weight, dtype=step.masters)
             layer.forward = functools.partial(multiply, layer, functools.partial(add_by_product, total))
+    if is_fused and step.recomputes:
+        block.forward = Remaking(functools.partial(checkpoint, block.forward), KernelSwitch(), lambda dtype: True)
     with Counts() as forward:
         out = block(hidden, position_embeddings=angles)
     with Counts() as backward:
@@ -207,7 +212,7 @@ def run_block(step: Step, *, is_fused: bool) -> Rows:
         for param in block.parameters():
             if param.grad is not None:
                 torch.empty_like(param, dtype=step.masters).add_(param.grad)
-    again = {forward.rest: forward.rows[forward.rest]} if step.recomputes else {}
+    again = {forward.rest: forward.rows[forward.rest]} if step.recomputes and not is_fused else {}
     return add_up(forward.rows, again, backward.rows, added.rows)
 
 

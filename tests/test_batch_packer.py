@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from step_costs import sum_step_costs
 
-from mini_trainer.batch_packer import SampleLoad, batch_lengths_to_minibatches_lpt, pack_batch, sum_step_costs
+from mini_trainer.batch_packer import SampleLoad, batch_lengths_to_minibatches_lpt, pack_batch
 
 untimed = settings(deadline=None)  # the first call may compile
 

@@ -45,10 +45,11 @@ from mini_trainer import (
 )
 from mini_trainer.api.commands import (
     make_data_args,
-    make_data_words,
+    make_data_values,
     make_environment,
     make_torchrun_words,
     make_train_words,
+    make_words,
 )
 from mini_trainer.api.errors import ERRORS, BadInputError, StorageError, make_error
 from mini_trainer.api.stub import STUB, make_stub
@@ -76,6 +77,10 @@ from mini_trainer.use.inference.openai_engine import PromptTooLong
 def parse(options_class: type, words: list[str]) -> dict:
     """Every option's value, as the script reads it; whether they fit together is not asked."""
     return flatten_options(tyro.cli(options_class, args=words, config=[tyro.conf.OmitArgPrefixes]))
+
+
+def make_data_words(args: DataProcessArgs) -> list[str]:
+    return make_words(ProcessDataOptions, make_data_values(args))
 
 
 @functools.cache

@@ -20,9 +20,10 @@ from mini_trainer import PretrainingConfig, TorchrunArgs, TrainingArgs, Training
 from mini_trainer.api.commands import (
     list_notes,
     make_data_args,
-    make_data_words,
+    make_data_values,
     make_train_values,
     make_train_words,
+    make_words,
     name_arguments,
 )
 from mini_trainer.api.errors import BadInputError
@@ -200,7 +201,7 @@ def test_documents_that_are_no_tokens_yet_are_process_data_s(tmp_path):
     config = PretrainingConfig(block_size=64, document_column_name="body")
     args = TrainingArgs(model_path="m", data_path="docs.jsonl", data_output_dir="data", ckpt_output_dir="o",
                         pretraining_config=config, block_size=64, max_seq_len=9)  # fmt: skip
-    made = parse(ProcessDataOptions, make_data_words(make_data_args(args)))
+    made = parse(ProcessDataOptions, make_words(ProcessDataOptions, make_data_values(make_data_args(args))))
     assert (made["format"], made["columns"], made["block_size"]) == ("document", ("text=body",), 64)
     assert made["max_sample_num_tokens"] is None and "block_size" not in make_train_values(args)
 

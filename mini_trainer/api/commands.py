@@ -134,11 +134,6 @@ def gives_rows(args: arguments.TrainingArgs) -> bool:
     )
 
 
-def make_data_words(args: arguments.DataProcessArgs) -> list[str]:
-    """Command-line arguments of process_data.py."""
-    return make_words(ProcessDataOptions, make_data_values(args))
-
-
 def make_data_values(args: arguments.DataProcessArgs) -> Values:
     values, given = Values(), list_given(args)
     for name, value in given.items():

@@ -124,10 +124,7 @@ def describe_program(values: Mapping[str, Any], world: World, *, may_differ: Col
     return {
         "options": {flag_name(name): str(value) for name, value in values.items() if name not in may_differ},
         "code": {"mini_trainer": fingerprint_code(), "python": platform.python_version()} | dict(list_versions()),
-        "environment": {
-            "device": world.device.type,
-            **{name: os.environ.get(name, "not set") for name in VARIABLES},
-        },
+        "environment": {"device": world.device.type, **{name: os.environ.get(name, "not set") for name in VARIABLES}},
     }
 
 

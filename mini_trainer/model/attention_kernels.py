@@ -184,10 +184,7 @@ def attend_in_buckets(
     outputs = []
     for bucket in row.buckets:
         padded, _ = forward(
-            hidden[0, bucket.index],
-            bucket.mask,
-            relative_pos=bucket.positions,
-            rel_embeddings=kwargs["rel_embeddings"],
+            hidden[0, bucket.index], bucket.mask, relative_pos=bucket.positions, rel_embeddings=kwargs["rel_embeddings"]
         )  # (n, L, H)
         outputs.append(padded[bucket.mask[:, 0, 0]])
     return torch.cat(outputs)[row.order][None], None

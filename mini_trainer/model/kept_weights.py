@@ -34,14 +34,7 @@ class KeptWeights(PlacedWeights):
     """Parameters beside FSDP2's that compute in their masters' own type: gathered once before the forward passes that
     follow a change of the masters, their gradients summed over ranks once per step, each by one collective."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        kept: Collection[nn.Parameter],
-        mesh: DeviceMesh,
-        *,
-        device: torch.device,
-    ):
+    def __init__(self, model: nn.Module, kept: Collection[nn.Parameter], mesh: DeviceMesh, *, device: torch.device):
         """`mesh`: its last dimension shards, an earlier one replicates. Masters are on `device`, also where FSDP2 holds
         others in CPU memory."""
         self.mesh, self.device = mesh, device

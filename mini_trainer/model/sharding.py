@@ -251,12 +251,7 @@ def choose_dim(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def fill_module(
-    module: nn.Module,
-    name: str,
-    readers: dict[str, Reader],
-    *,
-    tied: Container[str],
-    device: torch.device,
+    module: nn.Module, name: str, readers: dict[str, Reader], *, tied: Container[str], device: torch.device
 ) -> None:
     """Fills `module`'s own meta parameters and buffers with rank 0's values, on `device`.
 

@@ -351,6 +351,7 @@ class KernelSwitch:
     """Whether the modules of a model, and copies of them, compute by fused kernels where they have some."""
 
     num_modules: int = 0  # that have some
+    trials: set[Any] = field(default_factory=set)  # of these, see model.kernels.layers
     is_on: bool = True
 
     def __deepcopy__(self, memo: dict) -> "KernelSwitch":

@@ -123,13 +123,7 @@ def has_room_gathered(room: Room, sharding: ShardingOptions, *, weights_bytes: i
 
 
 def find_room(
-    measure: Measure,
-    *,
-    first: int,
-    least: int,
-    most: int,
-    plenty: float,
-    is_late: Callable[[], bool] = lambda: False,
+    measure: Measure, *, first: int, least: int, most: int, plenty: float, is_late: Callable[[], bool] = lambda: False
 ) -> Room:
     """The most tokens up to `most` that fit, or 0 if fewer than `least` do.
 
@@ -207,14 +201,7 @@ class Prober:
     """Runs forward and backward of micro-batches on the built model, and measures their memory and time. All ranks
     agree."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        inputs: RunInputs,
-        options: StepOptions,
-        *,
-        progress: Callable[[str], None],
-    ):
+    def __init__(self, state: TrainState, inputs: RunInputs, options: StepOptions, *, progress: Callable[[str], None]):
         self.state, self.objective, self.progress = state, inputs.objective, progress
         data = inputs.data
         self.longest = data.longest

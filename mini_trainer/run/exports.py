@@ -176,12 +176,7 @@ TOLERANCE_EXACT, TOLERANCE_ROUNDED = 1e-4, 3e-2
 @torch.no_grad()
 @run_eagerly()
 def check_export(
-    packed_model: PackedModel,
-    export_dir: Path,
-    parts: ExportParts,
-    *,
-    objective: Objective,
-    world: World,
+    packed_model: PackedModel, export_dir: Path, parts: ExportParts, *, objective: Objective, world: World
 ) -> None:
     """Loads the export on rank 0's CPU. ValueError on every rank if that fails, or if its loss over three short random
     sequences differs from the trained model's. All ranks call this."""

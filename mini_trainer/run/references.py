@@ -172,12 +172,7 @@ def identify_reference(inputs: RunInputs) -> str:
 
 
 def hash_reference(
-    directory: str,
-    method_data: list[str],
-    quantization: str,
-    compute_dtype: torch.dtype,
-    *,
-    origin: str | None = None,
+    directory: str, method_data: list[str], quantization: str, compute_dtype: torch.dtype, *, origin: str | None = None
 ) -> str:
     """The key of a reference model's numbers: its weights, the layers added to them, and the compute type. `origin`:
     digest of a checkpoint whose weights replace the model's.

@@ -169,12 +169,7 @@ class Validations:
             "total_samples_accumulated": position.num_samples,
         }
         run = functools.partial(
-            validate,
-            state,
-            inputs.validation_data,
-            inputs.objective,
-            cap=cap,
-            progress=self.control.progress,
+            validate, state, inputs.validation_data, inputs.objective, cap=cap, progress=self.control.progress
         )
         metrics = where | run()
         if state.average is not None and state.average.half_life is not None:

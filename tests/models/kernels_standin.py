@@ -20,7 +20,8 @@ NAMES = {
 
 
 class Kernels:
-    """One release of liger-kernel; `faulty` names the part that computes something else. Counts the calls of parts."""
+    """One release of liger-kernel; `faulty` names the part that computes something else, or is "gradient": that of
+    "gated". Counts the calls of parts."""
 
     def __init__(self, release: str = RELEASES["liger-kernel"][-1], faulty: str | None = None):
         self.release, self.faulty, self.num_calls = release, faulty, dict.fromkeys(PARTS, 0)
@@ -59,7 +60,10 @@ class Kernels:
 
     def silu(self, ctx: None, a: Tensor, b: Tensor, **multipliers: float) -> Tensor:
         assert all(value == 1 for value in multipliers.values())
-        return silu(b) * a if self.count("gated") else silu(a) * b
+        result = silu(b) * a if self.count("gated") else silu(a) * b
+        if self.faulty == "gradient" and result.requires_grad:
+            result.register_hook(torch.neg)
+        return result
 
     def gelu(self, ctx: None, a: Tensor, b: Tensor) -> Tensor:
         return gelu(a, approximate="none" if self.count("gated") else "tanh") * b

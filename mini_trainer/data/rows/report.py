@@ -302,11 +302,7 @@ def list_below(reasons: list[tuple[str, str]]) -> str:
 
 
 def check_kept(
-    totals: Totals,
-    reasons: list[tuple[str, str]],
-    *,
-    sources: Sequence[Source],
-    max_sample_num_tokens: int | None,
+    totals: Totals, reasons: list[tuple[str, str]], *, sources: Sequence[Source], max_sample_num_tokens: int | None
 ) -> None:
     """Refuses a data set without samples."""
     if totals.rows["in"] == 0:

@@ -41,15 +41,19 @@ def find_obstacle(device: torch.device) -> str | None:
     return None if are_usable(device) else "Triton's kernels do not run here"
 
 
-def find_any_obstacle(world: World) -> str | None:
-    """`find_obstacle` of one of the ranks; None if all can. All ranks call this together."""
-    obstacles = gather_on_rank0(world, find_obstacle(world.device))
+def find_any(obstacle: str | None, world: World) -> str | None:
+    """The obstacle of one of the ranks; None if none has any. All ranks call this together."""
+    obstacles = gather_on_rank0(world, obstacle)
     return call_on_rank0(world, lambda: next(filter(None, obstacles), None))
 
 
 def check_with_kernels(model: PackedModel, objective: Objective, *, world: World) -> None:
-    """The start-up check; where only fused kernels fail it, training continues without them."""
+    """The start-up check, and the kernels' gradients; where only these fail, training continues without kernels."""
+    from mini_trainer.model.kernels.gradients import find_fault
+
     try:
+        if fault := find_any(find_fault(model.kernels, world.device, model.compute_dtype), world):
+            raise ValueError(fault)
         check_model(model, objective, world=world)
     except ValueError as error:
         model.kernels.num_modules = 0
@@ -60,7 +64,7 @@ def check_with_kernels(model: PackedModel, objective: Objective, *, world: World
 
 def settle_kernels(asked: str, device: torch.device, world: World | None) -> str:
     """Eager kernels where no fused ones can be had; ValueError if these are asked for."""
-    obstacle = find_obstacle(device) if world is None else find_any_obstacle(world)
+    obstacle = find_obstacle(device) if world is None else find_any(find_obstacle(device), world)
     if obstacle is None:
         return asked
     if asked == "fused":

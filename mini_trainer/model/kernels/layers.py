@@ -9,11 +9,12 @@ import ast
 import copy
 import functools
 import inspect
+import itertools
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,16 @@ from mini_trainer.model.kernels.remade import is_noted, note
 from mini_trainer.objectives.objective import KernelSwitch
 
 ROTATE = "apply_rotary_pos_emb"  # transformers' name for it, in each of its files
+TOKENS = 5  # of a trial
+
+
+class Trial(NamedTuple):
+    """A kernel and plain code for the same, both called with `kind` and tensors of these shapes."""
+
+    kernel: Callable[..., Tensor | tuple[Tensor, ...]]
+    plain: Callable[..., Tensor | tuple[Tensor, ...]]
+    kind: Any
+    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -33,6 +44,7 @@ class Fused:
     own: Callable
     fused: Callable
     add: Callable | None = None  # of a norm: (residual, hidden) -> (norm of the sum, the sum)
+    trials: tuple[Trial, ...] = ()
     switch: KernelSwitch = field(default_factory=KernelSwitch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,6 +59,7 @@ def apply_kernels(model: nn.Module, blocks: nn.ModuleList) -> KernelSwitch:
         if fused is not None and not isinstance(module.forward, Fused):
             module.forward, fused.switch = fused, switch
             switch.num_modules += 1
+            switch.trials |= {*fused.trials}
     return switch
 
 
@@ -96,8 +109,28 @@ def fuse_norm(module: nn.Module) -> Fused | None:
         return None
     if not takes_one(module) or (kind := find_kind(module, epsilon)) is None:
         return None
-    given = (module, module.forward, kind)
-    return Fused(module.forward, functools.partial(normalize, *given), functools.partial(add_and_normalize, *given))
+    given, weight, rows = (module, module.forward, kind), weight.shape, (TOKENS, len(weight))
+    trials = (
+        Trial(normalize, normalize_plainly, kind, (weight, rows)),
+        Trial(add_and_normalize, add_and_normalize_plainly, kind, (weight, rows, rows)),
+    )
+    return Fused(
+        module.forward, functools.partial(run_norm, *given), functools.partial(run_norm_of_sum, *given), trials
+    )
+
+
+def run_norm(module: nn.Module, own: Callable, kind: Kind, x: Tensor) -> Tensor:
+    if x.dtype != module.weight.dtype:  # a weight kept in fp32: its product has another type
+        return own(x)
+    return normalize(kind, module.weight, x)
+
+
+def run_norm_of_sum(
+    module: nn.Module, own: Callable, kind: Kind, residual: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor]:
+    if not residual.dtype == hidden.dtype == module.weight.dtype:
+        return own(total := residual + hidden), total
+    return add_and_normalize(kind, module.weight, residual, hidden)
 
 
 def find_kind(module: nn.Module, epsilon: float) -> Kind | None:
@@ -105,41 +138,42 @@ def find_kind(module: nn.Module, epsilon: float) -> Kind | None:
     tried, x, weight = copy.copy(module), draw(5, 64).bfloat16(), draw(64).bfloat16()
     tried._parameters = {"weight": nn.Parameter(weight)}
     result = try_out(tried.forward, x)
+    if not isinstance(result, Tensor) or result.dtype != x.dtype:
+        return None
+    kinds = itertools.product((epsilon,), (0.0, 1.0), ("llama", "gemma"))
+    return next((kind for kind in kinds if torch.equal(result, normalize_plainly(kind, weight, x))), None)
+
+
+def normalize_plainly(kind: Kind, weight: Tensor, x: Tensor) -> Tensor:
+    epsilon, offset, casting = kind
     scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
-    for offset in (0.0, 1.0):
-        rounded_last = (scaled * (offset + weight.float())).bfloat16()
-        for casting, expected in (("llama", (offset + weight) * scaled.bfloat16()), ("gemma", rounded_last)):
-            if isinstance(result, Tensor) and result.dtype == x.dtype and torch.equal(result, expected):
-                return epsilon, offset, casting
-    return None
+    if casting == "llama":
+        return (offset + weight) * scaled.to(x.dtype)
+    return (scaled * (offset + weight.float())).to(x.dtype)  # rounded last
 
 
-def normalize(module: nn.Module, own: Callable, kind: Kind, x: Tensor) -> Tensor:
-    weight = module.weight
-    if x.dtype != weight.dtype:  # a weight kept in fp32: its product has another type
-        return own(x)
+def normalize(kind: Kind, weight: Tensor, x: Tensor) -> Tensor:
     if isinstance(x, FakeTensor):
         result = Simulated.apply("norm", x, weight)
     else:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
         result = LigerRMSNormFunction.apply(x, weight, *kind, False)  # not in place: others may have the gradient, too
-    return note(result, normalize, module, own, kind, x)
+    return note(result, normalize, kind, weight, x)
 
 
-def add_and_normalize(
-    module: nn.Module, own: Callable, kind: Kind, residual: Tensor, hidden: Tensor
-) -> tuple[Tensor, Tensor]:
-    weight = module.weight
-    if hidden.dtype != weight.dtype or residual.dtype != weight.dtype:
-        return own(total := residual + hidden), total
+def add_and_normalize_plainly(kind: Kind, weight: Tensor, residual: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return normalize_plainly(kind, weight, residual + hidden), residual + hidden
+
+
+def add_and_normalize(kind: Kind, weight: Tensor, residual: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(hidden, FakeTensor):
         result, total = Simulated.apply("sum", hidden, residual, weight)
     else:
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
         result, total = LigerFusedAddRMSNormFunction.apply(hidden, residual, weight, *kind, False)
-    return note(result, normalize, module, own, kind, total), total
+    return note(result, normalize, kind, weight, total), total
 
 
 # Gated MLPs.
@@ -157,15 +191,21 @@ def fuse_mlp(module: nn.Module) -> Fused | None:
         layer.weight = nn.Parameter(draw(8, 8).roll(i, 0))
     tried._modules = module._modules | layers
     result, (gate, up, down) = try_out(tried.forward, x), (layer.weight for layer in layers.values())
-    for name, function in ACTIVATIONS.items():
-        expected = (function(x @ gate.t()) * (x @ up.t())) @ down.t()
+    for name in ACTIVATIONS:
+        expected = multiply_plainly(name, x @ gate.t(), x @ up.t()) @ down.t()
         if isinstance(result, Tensor) and torch.allclose(result, expected, rtol=1e-5, atol=1e-5):
-            return Fused(module.forward, functools.partial(run_mlp, module, name))
+            rows = (TOKENS, module.gate_proj.out_features)
+            trials = (Trial(multiply_gated, multiply_plainly, name, (rows, rows)),)
+            return Fused(module.forward, functools.partial(run_mlp, module, name), trials=trials)
     return None
 
 
 def run_mlp(module: nn.Module, activation: str, x: Tensor) -> Tensor:
     return module.down_proj(multiply_gated(activation, module.gate_proj(x), module.up_proj(x)))
+
+
+def multiply_plainly(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    return ACTIVATIONS[activation](gate) * up
 
 
 def multiply_gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
@@ -191,8 +231,19 @@ def fuse_rotation(module: nn.Module) -> Fused | None:
         return None
     if ROTATE not in forward.__code__.co_names or not is_rotation(own := forward.__globals__.get(ROTATE)):
         return None
-    fused = rebuild(forward, forward.__code__, {ROTATE: functools.partial(rotate, own)})
-    return Fused(module.forward, MethodType(fused, module))
+    rebuilt, trials = rebuild(forward, forward.__code__, {ROTATE: functools.partial(rotate, own)}), ()
+    if isinstance(size := getattr(module, "head_dim", None), int):
+        trials = (Trial(turn_by_kernel, turn, own, ((1, 4, TOKENS, size), (1, 2, TOKENS, size))),)
+    return Fused(module.forward, MethodType(rebuilt, module), trials=trials)
+
+
+def turn(rotate: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    angles = query.detach()[0, :1]  # (1, T, D)
+    return rotate(query, key, angles.cos(), angles.sin())
+
+
+def turn_by_kernel(own: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return turn(functools.partial(rotate, own), query, key)
 
 
 def rebuild(function: FunctionType, code: Any, names: dict[str, Any]) -> FunctionType:

@@ -346,12 +346,7 @@ class Directions:
         )
 
     def compute(
-        self,
-        statistics: Statistics,
-        readers: dict[str, Reader],
-        *,
-        world: World,
-        progress: Callable[[str], None],
+        self, statistics: Statistics, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
     ) -> dict[str, int]:
         """Decomposes the targets; returns the number of directions to keep in each. All ranks call this.
 

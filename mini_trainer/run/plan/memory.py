@@ -117,13 +117,7 @@ class Packing:
 
 
 def pack_batches(
-    data: Mixture,
-    batches: Iterator[np.ndarray],
-    flops: FlopCount,
-    objective: Objective,
-    *,
-    world_size: int,
-    cap: int,
+    data: Mixture, batches: Iterator[np.ndarray], flops: FlopCount, objective: Objective, *, world_size: int, cap: int
 ) -> Packing:
     """Packs global batches: the rows of each."""
     rows = []

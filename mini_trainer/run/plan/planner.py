@@ -255,11 +255,7 @@ def count_exports(
         num_exports = 1 if most is None else most
         return num_exports, num_exports * is_averaged
     steps = list_export_steps(
-        options,
-        inputs.batching,
-        start=start,
-        num_steps=inputs.num_steps,
-        epoch_length=len(inputs.data.kept),
+        options, inputs.batching, start=start, num_steps=inputs.num_steps, epoch_length=len(inputs.data.kept)
     )
     steps = steps if most is None else steps[-most:]  # the last ones: only they may be of a tail
     first = find_first_step(optimization, end=inputs.last_step)

@@ -227,11 +227,7 @@ def simulate_step(options: StepOptions, planned: PlannedModel, load: Load, ranks
     """
     meta, sharding = planned.meta, options.sharding
     packed_model = PackedModel(
-        meta.model,
-        planned.objective,
-        backend=meta.backend,
-        compute_dtype=meta.compute_dtype,
-        kept=meta.list_kept(),
+        meta.model, planned.objective, backend=meta.backend, compute_dtype=meta.compute_dtype, kept=meta.list_kept()
     )
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (

@@ -128,12 +128,7 @@ class Engine(Protocol):
 
 
 def open_engine(
-    found: FoundModel | None,
-    name: str,
-    engine: EngineOptions,
-    sampling: SamplingOptions,
-    *,
-    device: torch.device,
+    found: FoundModel | None, name: str, engine: EngineOptions, sampling: SamplingOptions, *, device: torch.device
 ) -> Engine:
     """Opens the engine that the options name; `found` is None for a server, which knows the model by `name`."""
     return ENGINES[engine.engine].open(found, name, engine, sampling, device=device)
