@@ -71,7 +71,7 @@ def test_a_familys_kernels_are_in_place_and_give_its_gradients(family, mode, wor
     ("family", "options", "is_covered"),
     [
         ("llama", {}, True),
-        ("gemma3", {}, True),
+        ("gemma3", dict(reshard_after_forward="always"), True),  # weights are freed before backward
         ("qwen3", dict(lora=True, lora_rank=4), True),
         ("llama", dict(lora=True, lora_rank=4, lora_dropout=0.1), False),
         ("llama", dict(attention="eager"), False),
@@ -84,8 +84,15 @@ def test_selective_checkpointing_runs_more_than_norms_and_gates_again(
     path, kernels, gradients = save_model(FAMILIES[family], tmp_path), install(), []
     given = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
     for mode in ("none", "selective"):
-        model = build(path, world, kernels="fused", activation_checkpointing=mode, method=choose_method(given),
-                      attention=given.compute.attention)  # fmt: skip
+        model = build(
+            path,
+            world,
+            kernels="fused",
+            activation_checkpointing=mode,
+            method=choose_method(given),
+            attention=given.compute.attention,
+            reshard_after_forward=given.sharding.reshard_after_forward,
+        )
         torch.manual_seed(0)  # dropout
         loss = model(make_micro_batch(LENGTHS, seed=0)).loss
         kernels.num_calls = dict.fromkeys(PARTS, 0)
