@@ -23,10 +23,10 @@ def find_fault(kernels: KernelSwitch, device: torch.device, dtype: torch.dtype) 
 
 def compare(trial: Trial, device: torch.device, dtype: torch.dtype) -> float:
     """The largest relative error of the kernel's results and gradients."""
+    drawn = [draw(len(trial.shapes), *shape)[i].to(device, dtype) for i, shape in enumerate(trial.shapes)]
     both = []
     for compute in (trial.kernel, trial.plain):
-        drawn = [draw(len(trial.shapes), *shape)[i] for i, shape in enumerate(trial.shapes)]
-        given = [each.to(device, dtype).requires_grad_() for each in drawn]
+        given = [each.clone().requires_grad_() for each in drawn]  # kernels may write into what they keep
         results = compute(trial.kind, *given)
         results = (results,) if isinstance(results, Tensor) else results
         slopes = [each.detach().cos() for each in results]
