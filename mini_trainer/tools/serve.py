@@ -23,25 +23,27 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.constants import HF_HUB_CACHE
-
 from mini_trainer.distributed.command import name_program
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.options import flag_name, parse_named_values
 from mini_trainer.options.problems.finding import describe_missing, is_installed
+from mini_trainer.options.urls import HIDDEN, is_secret
 from mini_trainer.tools.server_front import choose_hosts, run_behind_front
+from mini_trainer.tools.server_requests import find_served
 from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
 
 ADAPTER = "adapter"  # name of an adapter on vLLM's server
 NEEDED = ("fastapi", "uvicorn", "openai", "rich")  # by transformers serve
+KEY = "MINI_TRAINER_API_KEY"  # environment variable
 
 
 def serve(options: ServeOptions) -> None:
     """Runs the server; ValueError or OSError for what cannot be done."""
     engine = choose_engine(options.engine)
     arguments = read_server_args(options.engine_args)
-    check_engine(engine, options)
+    check_engine(engine, options, arguments)
+    key = read_key()
     check_port(options.host, options.port)
     found = find_answering_model(
         options.model,
@@ -54,12 +56,14 @@ def serve(options: ServeOptions) -> None:
         found.verify()
     program, name_words, start = SERVERS[engine]
     name, words = name_words(found)
-    words += list_common(options, arguments)
+    shown = {name: HIDDEN if is_secret(name) else value for name, value in arguments.items()}
+    shown_words = [*words, *list_common(options, shown)]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{options.port}/v1"
     chat = [*shlex.split(name_program("chat")), name, "--engine", "openai", "--base-url", url]
-    say(f"serving {name} at {url} by {shlex.join([program, *words])}\nchat: {shlex.join(chat)}")
-    start(words, options, arguments)
+    chat += [] if key is None else ["--api-key-env", KEY]
+    say(f"serving {name} at {url} by {shlex.join([program, *shown_words])}\nchat: {shlex.join(chat)}")
+    start([*words, *list_common(options, arguments)], found, options=options, arguments=arguments, key=key)
 
 
 def read_server_args(given: Sequence[str]) -> dict[str, Any]:
@@ -74,8 +78,13 @@ def read_server_args(given: Sequence[str]) -> dict[str, Any]:
     return arguments
 
 
-def check_engine(engine: str, options: ServeOptions) -> None:
-    """ValueError for an option that this server cannot have."""
+def check_engine(engine: str, options: ServeOptions, arguments: Mapping[str, Any]) -> None:
+    """ValueError for an option or an argument that this server cannot have."""
+    if engine == "hf" and arguments.get("continuous_batching"):
+        raise ValueError(
+            "--engine-args continuous_batching: transformers serve samples all requests as the first one, and does not"
+            " stop at stop texts: remove it, or use --engine vllm"
+        )
     if engine == "hf" and options.trust_remote_code:
         raise ValueError(
             "--trust-remote-code: transformers serve is not made for models with code of their own; vLLM serves them:"
@@ -95,6 +104,14 @@ def choose_engine(given: str | None) -> str:
         others = "" if engine == "vllm" else ' (pip install "transformers[serving]" has all, or pip install vllm)'
         raise ValueError(f"{problems[0]}{others}")
     return engine
+
+
+def read_key() -> str | None:
+    """The key that clients have to send, None for none; ValueError for one that protects nothing or cannot be sent."""
+    key = os.environ.get(KEY)
+    if key is not None and (not key or key != key.strip()):
+        raise ValueError(f"{KEY}: is empty, or begins or ends with white space: correct it, or unset it")
+    return key
 
 
 def check_port(host: str, port: int) -> None:
@@ -129,17 +146,20 @@ def name_for_transformers(found: FoundModel) -> tuple[str, list[str]]:
             f"transformers serve takes no adapters, such as {found.adapter}: {name_program('merge-adapter')} --adapter"
             f" {shlex.quote(str(found.adapter))} --output-dir MERGED writes a model to serve; vLLM takes adapters"
         )
-    return found.directory, ["serve", found.directory]
+    return found.base_name, ["serve", found.directory]
 
 
-def become_vllm(words: list[str], options: ServeOptions, arguments: Mapping[str, Any]) -> None:
+def become_vllm(words: list[str], found: FoundModel, *, key: str | None, **others: Any) -> None:
+    os.environ |= {} if key is None else {"VLLM_API_KEY": key}
     os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", *words])
 
 
-def run_transformers(words: list[str], options: ServeOptions, arguments: Mapping[str, Any]) -> None:
-    os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it transformers' list of models is an internal error
+def run_transformers(
+    words: list[str], found: FoundModel, *, options: ServeOptions, arguments: Mapping[str, Any], key: str | None
+) -> None:
     hosts = choose_hosts(options.host, options.allowed_hosts)
-    run_behind_front(words, hosts=hosts, allows_origins=bool(arguments.get("enable_cors")))
+    allows_origins = bool(arguments.get("enable_cors"))
+    run_behind_front(words, served=find_served(found), hosts=hosts, allows_origins=allows_origins, key=key)
 
 
 # Program, and the functions that name the model and begin its words, and that start it, by --engine.
