@@ -8,11 +8,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import Browser, needs_browser
@@ -24,9 +27,9 @@ from run_directories import make_validation, write_run
 from small_runs import OPTIONS, make_inputs
 from tiny_data import read_lines, write_jsonl
 
-from mini_trainer.data.stores import disk
 from mini_trainer.options import DEFAULT_BATCH_SIZE
-from mini_trainer.use.plots import board
+from mini_trainer.options.reading import MOST_BYTES, open_regular
+from mini_trainer.use.plots import board, columns
 from mini_trainer.use.plots.board import (
     MOST_COMPARED,
     Board,
@@ -292,6 +295,36 @@ def test_a_long_run_is_read_in_portions_that_are_shown(server, monkeypatch):
     assert len(data["runs"][0]["x"]["step"]) <= 10_000
 
 
+def test_a_run_whose_files_block_keeps_no_request_for_another_run_waiting(server, monkeypatch):
+    """As on a file system that does not answer. The table has the run's last row meanwhile."""
+    ids, before = find_ids(server), fetch(server, "runs")[1]
+    blocking, goes_on = threading.Semaphore(0), threading.Event()
+
+    def open_late(path: Path) -> Any:
+        if path.parent.name == "first":
+            blocking.release()
+            assert goes_on.wait(60)
+        return open_regular(path)
+
+    monkeypatch.setattr(columns, "open_regular", open_late)
+    monkeypatch.setattr(board, "open_regular", open_late)
+    with (server.board.folder / "first" / METRICS).open("a") as file:
+        file.write('{"step": 21}\n')
+    with ThreadPoolExecutor() as pool:
+        late = [pool.submit(fetch, server, path) for path in (f"data?run={ids['first']}", "runs")]
+        try:
+            for _ in late:
+                assert blocking.acquire(timeout=60)
+            status, data = pool.submit(fetch, server, f"data?run={ids['second']}").result(timeout=60)
+            assert status == 200 and len(json.loads(data)["runs"][0]["x"]["step"]) == 20
+            assert pool.submit(fetch, server, "runs").result(timeout=60) == (200, before)
+        finally:
+            goes_on.set()
+        data, table = (json.loads(each.result()[1]) for each in late)
+    assert data["runs"][0]["x"]["step"][-1] == 21
+    assert {row["name"]: row["step"] for row in table["runs"]} == {"first": 21, "second": 20}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -464,10 +497,10 @@ def test_a_line_without_end_is_one_damaged_line(tmp_path):
     assert [row["step"] for row in read_tail(path)] == [5]
 
 
-def test_a_document_that_is_too_large_is_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "MAX_JSON_BYTES", 10)
+def test_a_document_that_is_too_large_is_a_note(tmp_path):
     write_run(tmp_path / "run", num_steps=3)
-    assert "bytes, allowed: 10" in read_board(tmp_path)["run"]["error"]
+    os.truncate(tmp_path / "run" / "training_params.json", MOST_BYTES + 1)
+    assert f"{MOST_BYTES + 1:,} bytes, allowed: {MOST_BYTES:,}" in read_board(tmp_path)["run"]["error"]
 
 
 def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeypatch):

@@ -26,11 +26,13 @@ from tiny_data import read_lines, write_jsonl
 from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.options.tools import PlotOptions
 from mini_trainer.tools.plot_metrics import plot_metrics
+from mini_trainer.use.plots import columns
 from mini_trainer.use.plots.board import BoardServer
 from mini_trainer.use.plots.columns import MetricsReader
 from mini_trainer.use.plots.curves import (
     COLOURS,
     DASHES,
+    MOST_OTHERS,
     NUMBERS_ON_PAGE,
     choose_starts,
     describe_page,
@@ -93,6 +95,27 @@ def test_of_a_step_that_is_there_twice_the_later_one_counts(tmp_path):
     reader = MetricsReader(tmp_path / METRICS, ("loss",))
     reader.read()
     assert (reader["step"].tolist(), reader["loss"].tolist()) == ([1, 2], [5, 1])
+    others = [{"step": 1, "loss": 1}, {"step": 2, "kl": 2}, {"step": 3, "kl": 3}, {"step": 2, "loss": 4}]
+    write_jsonl(tmp_path / METRICS, [*others, {"step": 3, "kl": 5}])
+    reader.read()
+    assert reader["kl"].tolist()[2:] == [5] and np.isnan(reader["kl"][:2]).all() and reader["loss"][1] == 4
+
+
+def test_many_names_cost_as_much_as_many_numbers_and_most_of_them_get_no_chart(tmp_path, monkeypatch):
+    """Each line has a name of its own. Columns that are as long as the file would take names times lines."""
+    calls, to_float = [], columns.to_float
+    monkeypatch.setattr(columns, "to_float", lambda value: calls.append(value) or to_float(value))
+    counts = []
+    for number in (MOST_OTHERS + 1, 4 * (MOST_OTHERS + 1)):
+        run = tmp_path / str(number)
+        run.mkdir()
+        write_jsonl(run / METRICS, [{"step": step, f"own {step}": 1.0} for step in range(number)])
+        calls.clear()
+        page = describe_page(open_runs([run]), is_live=False)
+        counts.append(len(calls) + sum(len(column[0]) for column in open_runs([run])[0].steps.columns.values()))
+        assert len(page["charts"]) == 1 + MOST_OTHERS
+        assert f"Of {number} other metrics, the {MOST_OTHERS} with the most points have a chart." in page["notes"]
+    assert counts[1] < 5 * counts[0]
 
 
 def write_plain_rows(path: Path, losses: np.ndarray, *, first_step: int = 1) -> None:

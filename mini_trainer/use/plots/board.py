@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -45,7 +46,8 @@ ENDS = {
 
 
 class WatchedRun:
-    """A run's directory as a row of the table: only the ends of its metrics are read, and only if they changed."""
+    """A run's directory as a row of the table: only the ends of its metrics are read, and only if they changed. One
+    request at a time reads them, and one the curves; a file system that blocks keeps no request for others waiting."""
 
     def __init__(self, path: Path, name: str):
         self.path, self.name = path, name
@@ -53,12 +55,35 @@ class WatchedRun:
         self.validations = columns.MetricsReader(path / VALIDATION_FILE, columns.VALIDATION_COLUMNS)
         self.tail: list[dict[str, float]] = []
         self.tail_of: tuple[int, int, int] | None = None  # time (ns), size and inode of the file that it was read from
+        self.row: dict[str, Any] | None = None
+        self.row_lock, self.curves_lock = threading.Lock(), threading.Lock()
+        self.curves: Run | None = None
 
     def describe(self) -> dict[str, Any]:
-        """The row, as JSON. OSError if the files cannot be read."""
+        """The row, as JSON; the last one while another request reads it. OSError if the files cannot be read."""
+        if self.row_lock.acquire(blocking=False):
+            try:
+                self.row = self._read()
+            finally:
+                self.row_lock.release()
+        elif self.row is None:
+            raise OSError("is still being read")
+        return self.row
+
+    def read_curves(self, most_bytes: int) -> Run:
+        """The curves, after reading up to `most_bytes` of new data; the caller holds their lock."""
+        run = self.curves = self.curves or Run(self.path, self.name, 0)
+        run.read(most_bytes)
+        return run
+
+    def _read(self) -> dict[str, Any]:
         params, problem = read_run_params(self.path)
         state = find_state(self.path, params)
-        self._read_tail()
+        metrics = self.path / METRICS_FILE
+        found = metrics.stat() if metrics.exists() else None
+        identity = None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+        if identity != self.tail_of:
+            self.tail, self.tail_of = [] if identity is None else read_tail(metrics), identity
         self.validations.read()
         last = self.tail[-1] if self.tail else {}
         share = find_share(last, params)
@@ -80,13 +105,6 @@ class WatchedRun:
             "has_samples": (self.path / SAMPLES_FILE).is_file(),
             **describe_settings(params),
         }
-
-    def _read_tail(self) -> None:
-        path = self.path / METRICS_FILE
-        found = path.stat() if path.exists() else None
-        identity = None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
-        if identity != self.tail_of:
-            self.tail, self.tail_of = [] if identity is None else read_tail(path), identity
 
 
 def read_tail(path: Path) -> list[dict[str, float]]:
@@ -129,20 +147,15 @@ def describe_settings(params: columns.MetricsLine) -> dict[str, Any]:
         return {"method": "", "lr": None, "batch": None, "is_batch_of_tokens": False}
     tokens = options.get("batch_tokens")
     batch = tokens if tokens is not None else options.get("batch_size") or DEFAULT_BATCH_SIZE
+    lora = "qlora" if options.get("base_quantization", "none") != "none" else "lora"
+    method = "osft" if options.get("osft") else lora if options.get("lora") else "full"
+    objective = str(options.get("objective") or CAUSAL_LM)
     return {
-        "method": name_method(options),
+        "method": method if objective == CAUSAL_LM else f"{method}, {objective}",
         "lr": to_json(columns.to_float(options.get("learning_rate"))),
         "batch": to_json(columns.to_float(batch)),
         "is_batch_of_tokens": tokens is not None,
     }
-
-
-def name_method(options: columns.MetricsLine) -> str:
-    """What of the model trains, and the objective unless it is language modelling: qlora, preference."""
-    lora = "qlora" if options.get("base_quantization", "none") != "none" else "lora"
-    method = "osft" if options.get("osft") else lora if options.get("lora") else "full"
-    objective = str(options.get("objective") or CAUSAL_LM)
-    return method if objective == CAUSAL_LM else f"{method}, {objective}"
 
 
 def read_notes(path: Path) -> str:
@@ -242,8 +255,6 @@ class BoardServer(ThreadingHTTPServer):
     def __init__(self, folder: Path, *, port: int):
         """ValueError if the port is not available (0 is any that is), or `folder` not a directory."""
         self.board = Board(folder)
-        self.lock = threading.Lock()  # one request at a time reads the runs
-        self.opened: dict[str, Run] = {}  # runs whose curves were looked at, by id, the latest last
         try:
             super().__init__((HOST, port), Handler)
         except OSError as error:
@@ -285,27 +296,22 @@ class BoardServer(ThreadingHTTPServer):
             return Response(text, status=HTTPStatus.BAD_REQUEST)
         if not self.board.runs.keys() >= set(ids):  # this server may have been started again
             self.board.read()
-        if not self.board.runs.keys() >= set(ids):
+        known = self.board.runs
+        if not known.keys() >= set(ids):
             return Response("no such run: it was moved or removed", status=HTTPStatus.NOT_FOUND)
-        runs = [self.open(name, BYTES_PER_REQUEST // len(ids)) for name in ids]
-        if path == "/curves":
-            return Response(make_curves_page(runs, is_live=True), "text/html")
-        if query.get("version") == [make_version(runs)]:
-            return UNCHANGED
-        page = describe_page(runs, is_live=True)
+        others = [run for run in known.values() if run.curves is not None and run.id not in ids]
+        for run in others[MOST_COMPARED - len(ids) :]:
+            run.curves = None  # to bound the memory
+        with ExitStack() as locks:
+            for name in sorted(ids):  # in one order, so that no two requests wait for each other
+                locks.enter_context(known[name].curves_lock)
+            runs = [known[name].read_curves(BYTES_PER_REQUEST // len(ids)) for name in ids]
+            if path == "/curves":
+                return Response(make_curves_page(runs, is_live=True), "text/html")
+            if query.get("version") == [make_version(runs)]:
+                return UNCHANGED
+            page = describe_page(runs, is_live=True)
         return Response(json.dumps(page, separators=(",", ":")), "application/json")
-
-    def open(self, name: str, most_bytes: int) -> Run:
-        """The run with this id, after reading up to `most_bytes` of new data."""
-        run, watched = self.opened.pop(name, None), self.board.runs[name]
-        if run is None:
-            run = Run(watched.path, watched.name, most_bytes)
-        else:
-            run.read(most_bytes)
-        self.opened[name] = run
-        while len(self.opened) > MOST_COMPARED:
-            del self.opened[next(iter(self.opened))]
-        return run
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -322,8 +328,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         try:
             url = urlsplit(self.path)
-            with self.server.lock:
-                answer = self.server.respond(url.path, parse_qs(url.query))
+            answer = self.server.respond(url.path, parse_qs(url.query))
         except (ValueError, OSError) as error:  # the run's directory is gone or unreadable
             answer = Response(str(error), status=HTTPStatus.INTERNAL_SERVER_ERROR)
         self.send(answer or Response("there is no such page", status=HTTPStatus.NOT_FOUND))

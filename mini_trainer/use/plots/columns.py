@@ -29,10 +29,12 @@ NOT_READ = {
     "packing_efficiency", "rank_balance", "seconds",
 }  # fmt: skip
 SOURCE, SET = "source: ", "set: "  # prefixes of columns of a source or a set
+OTHERS = ""  # in place of a prefix: the columns that only a file names
 
 
 class MetricsReader:
-    """A file of JSON lines with a `step` each, as columns; NaN for missing numbers."""
+    """A file of JSON lines with a `step` each, as columns; NaN for missing numbers. Only the others are stored, with
+    the indices of their lines: a run may name 10,000 metrics."""
 
     def __init__(self, path: Path, names: tuple[str, ...]):
         self.path, self.names = path, names
@@ -44,7 +46,8 @@ class MetricsReader:
         self.is_within_line = False  # whether `offset` is within a line that is too long
         self.num_damaged = 0
         self.is_behind = False  # the last `read` has left lines unread
-        self.columns = {"step": array("d")} | {name: array("d") for name in self.names}
+        self.columns = {name: (array("q"), array("d")) for name in ("step", *self.names)}
+        self.filled: list[tuple[str, ...]] = []  # by line: the columns with a number in it
 
     def read(self, most_bytes: int | None = None) -> None:
         """Reads new lines, or the whole file again if a resumed run has truncated it. OSError if that fails.
@@ -76,37 +79,41 @@ class MetricsReader:
         if row is None:
             self.num_damaged += 1
             return
-        self._drop_from(row["step"])
-        steps = self.columns["step"]
-        for name in [name for name in row if name not in self.columns and name not in NOT_READ]:
-            if name.startswith((SOURCE, SET)) or math.isfinite(to_float(row[name])):
-                self.columns[name] = array("d", [math.nan]) * len(steps)
-        for name, column in self.columns.items():
-            column.append(to_float(row.get(name)))
-
-    def _drop_from(self, step: float) -> None:
-        """Drops `step` and later ones, which were repeated after a resume."""
-        steps = self.columns["step"]
-        while steps and steps[-1] >= step:
-            for column in self.columns.values():
-                column.pop()
+        steps = self.columns["step"][1]
+        while steps and steps[-1] >= row["step"]:  # were repeated after a resume
+            for name in self.filled.pop():
+                for numbers in self.columns[name]:
+                    numbers.pop()
+        index, filled = len(self), []
+        for name, number in ((name, to_float(value)) for name, value in row.items() if name not in NOT_READ):
+            if math.isfinite(number) or (name in self.columns and not math.isnan(number)):
+                indices, numbers = self.columns.setdefault(name, (array("q"), array("d")))
+                indices.append(index)
+                numbers.append(number)
+                filled.append(name)
+        names = tuple(filled)
+        self.filled.append(self.filled[-1] if self.filled and self.filled[-1] == names else names)  # as most lines have
 
     def __len__(self) -> int:
         """Number of steps."""
-        return len(self.columns["step"])
+        return len(self.filled)
 
     def __getitem__(self, name: str) -> Column:
-        return np.array(self.columns[name])
+        indices, numbers = self.columns[name]
+        column = np.full(len(self), np.nan)
+        column[np.array(indices)] = numbers
+        return column
+
+    def count(self, name: str) -> int:
+        """Number of steps with a finite number in the column."""
+        return int(np.isfinite(np.array(self.columns[name][1])).sum())
 
     def list_columns(self, prefix: str) -> list[str]:
-        """The columns with this prefix."""
-        return [name for name in self.columns if name.startswith(prefix)]
-
-    def list_others(self) -> list[str]:
-        """The columns that only the file names."""
-        return [
-            name for name in self.columns if name not in ("step", *self.names) and not name.startswith((SOURCE, SET))
-        ]
+        """The columns with this prefix, or `OTHERS`."""
+        if prefix != OTHERS:
+            return [name for name in self.columns if name.startswith(prefix)]
+        known = {"step", *self.names}
+        return [name for name in self.columns if name not in known and not name.startswith((SOURCE, SET))]
 
 
 def parse_row(line: bytes) -> MetricsLine | None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mini_trainer.options.reading import read_text
 from mini_trainer.use.pages.page import escape_json, make_page
-from mini_trainer.use.plots.columns import SET, SOURCE, Column, MetricsReader, find_best
+from mini_trainer.use.plots.columns import OTHERS, SET, SOURCE, Column, MetricsReader, find_best
 from mini_trainer.use.plots.run_files import Run, describe_samples
 from mini_trainer.use.plots.tables import compare_options, list_starts, summarise
 
@@ -32,6 +33,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")  # distinguish runs of the same col
 NUMBERS_ON_PAGE = 450_000  # about 5 MB, for any number of runs
 FEWEST_POINTS, MOST_POINTS = 200, 10_000  # per curve, for any number of runs
 MOST_PARTS = 12  # maximum number of sources or sets with their own chart
+MOST_OTHERS = 200  # of metrics that only a run's file names
 ACRONYMS = {"kl", "nll", "mae", "mse"}  # in names of metrics
 DIGITS = 6  # significant digits of numbers on the page
 
@@ -77,18 +79,17 @@ def list_charts(runs: list[Run]) -> list[Chart]:
     others += make_other_charts([run.steps for run in runs], is_of_validations=False)
     sources = [
         Chart(name, name.removeprefix(SOURCE), is_noisy=True, section="Loss by source")
-        for name in choose_parts([run.steps for run in runs], SOURCE)
+        for name in list_parts([run.steps for run in runs], SOURCE)[:MOST_PARTS]
     ]
     sets = [
         Chart(name, name.removeprefix(SET), is_of_validations=True, section="Validation loss by set")
-        for name in choose_parts([run.validations for run in runs], SET)
+        for name in list_parts([run.validations for run in runs], SET)[:MOST_PARTS]
     ]
     return [first, *validations, *others, *sources, *(sets if len(sets) > 1 else [])]
 
 
 def make_other_charts(readers: list[MetricsReader], *, is_of_validations: bool) -> list[Chart]:
     """Charts of the metrics that no table here names, such as an objective's own."""
-    names = dict.fromkeys(name for reader in readers for name in reader.list_others())
     return [
         Chart(
             name,
@@ -96,7 +97,7 @@ def make_other_charts(readers: list[MetricsReader], *, is_of_validations: bool) 
             is_noisy=not is_of_validations,
             is_of_validations=is_of_validations,
         )
-        for name in names
+        for name in list_parts(readers, OTHERS)[:MOST_OTHERS]
     ]
 
 
@@ -108,31 +109,29 @@ def make_title(name: str, is_of_validations: bool) -> str:
 
 def has_numbers(runs: list[Run], chart: Chart) -> bool:
     readers = [run.validations if chart.is_of_validations else run.steps for run in runs]
-    return any(np.isfinite(reader[chart.key]).any() for reader in readers)
+    return any(reader.count(chart.key) for reader in readers)
 
 
 def list_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
-    """Columns of all sources or sets, sorted by count of numbers, highest first."""
+    """Columns of all sources, sets or others, sorted by count of numbers, highest first."""
     counts: dict[str, int] = {}
     for reader in readers:
         for name in reader.list_columns(prefix):
-            counts[name] = counts.get(name, 0) + int(np.isfinite(reader[name]).sum())
+            counts[name] = counts.get(name, 0) + reader.count(name)
     return sorted((name for name, count in counts.items() if count), key=lambda name: -counts[name])
 
 
-def choose_parts(readers: list[MetricsReader], prefix: str) -> list[str]:
-    return list_parts(readers, prefix)[:MOST_PARTS]
-
-
 def list_omissions(runs: list[Run]) -> list[str]:
-    """Notes on what the page omits: sources and sets without a chart, and runs with merged points."""
-    omitted = []
-    for readers, prefix, things in (
-        ([run.steps for run in runs], SOURCE, "sources"),
-        ([run.validations for run in runs], SET, "validation sets"),
+    """Notes on what the page omits: sources, sets and metrics without a chart, and runs with merged points."""
+    omitted, steps, validations = [], [run.steps for run in runs], [run.validations for run in runs]
+    for readers, prefix, things, most in (
+        (steps, SOURCE, "sources", MOST_PARTS),
+        (validations, SET, "validation sets", MOST_PARTS),
+        (steps, OTHERS, "other metrics", MOST_OTHERS),
+        (validations, OTHERS, "other metrics of validations", MOST_OTHERS),
     ):
-        if (number := len(list_parts(readers, prefix))) > MOST_PARTS:
-            omitted.append(f"Of {number} {things}, the {MOST_PARTS} with the most points have a chart.")
+        if (number := len(list_parts(readers, prefix))) > most:
+            omitted.append(f"Of {number} {things}, the {most} with the most points have a chart.")
     longest, most = max(len(run.steps) for run in runs), count_points(runs)
     if longest > most:
         omitted.append(
@@ -255,6 +254,7 @@ def describe_page(runs: list[Run], *, is_live: bool, best: int | None = None) ->
     differing, shared = compare_options(runs)
     samples, omitted = describe_samples([run.samples.rows for run in runs])
     warnings = [warning for run in runs for warning in run.warnings]
+    window = max(len(run.steps) for run in runs) // STEPS_PER_WINDOW
     written = f"{'Read' if is_live else 'Written'} on {time.strftime('%Y-%m-%d at %H:%M %Z')}."
     return {
         "title": name_page(runs),
@@ -262,7 +262,7 @@ def describe_page(runs: list[Run], *, is_live: bool, best: int | None = None) ->
             describe_run(run, i, charts, max_points=max_points) | {"is_best": i == best} for i, run in enumerate(runs)
         ],
         "charts": [vars(chart) for chart in charts],
-        "smoothing": choose_smoothing(runs),
+        "smoothing": next((steps for steps in (100, 50, 30, 20, 10, 5) if steps <= window), SHORTEST_WINDOW),
         "tables": {
             name: {"head": table.head, "rows": table.rows}
             for name, table in {
@@ -287,12 +287,6 @@ def name_page(runs: list[Run]) -> str:
     return f"{len(runs)} runs" + (f" in {folder}" if folder else "")
 
 
-def choose_smoothing(runs: list[Run]) -> int:
-    """Smoothing window in steps; smaller for short runs."""
-    window = max(len(run.steps) for run in runs) // STEPS_PER_WINDOW
-    return next((steps for steps in (100, 50, 30, 20, 10, 5) if steps <= window), SHORTEST_WINDOW)
-
-
 def make_version(runs: list[Run]) -> str:
     """A text that changes whenever a run has new data."""
     return repr([run.version for run in runs])
@@ -303,4 +297,4 @@ def make_curves_page(runs: list[Run], *, is_live: bool = False, best: int | None
     page = describe_page(runs, is_live=is_live, best=best)
     policy = "; img-src data:" + ("; connect-src 'self'" if is_live else "")
     parts = {"DATA": escape_json(page)}
-    return make_page(PAGE, parts, title=page["title"], library=LIBRARY.read_text(encoding="utf-8"), policy=policy)
+    return make_page(PAGE, parts, title=page["title"], library=read_text(LIBRARY), policy=policy)

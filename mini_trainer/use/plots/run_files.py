@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mini_trainer.data.stores.disk import read_json
 from mini_trainer.data.stores.json_lines import parse_sample
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
 from mini_trainer.distributed.lock import LOCK_FILE, SECONDS_TO_WATCH
-from mini_trainer.options.reading import open_regular
+from mini_trainer.options.reading import open_regular, read_json
 from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, SAMPLES_FILE, VALIDATION_FILE
 from mini_trainer.use.pages.page import fold
 from mini_trainer.use.plots import columns
@@ -142,7 +141,7 @@ class Run:
         self.validations.read(most_bytes)
         self.samples.read()
         self.warnings = [
-            f"{reader.path}: {count_things(reader.num_damaged, 'damaged line')} skipped"
+            f"{reader.path}: {reader.num_damaged:,} damaged line{'' if reader.num_damaged == 1 else 's'} skipped"
             for reader in (self.steps, self.validations)
             if reader.num_damaged
         ]
@@ -159,9 +158,8 @@ class Run:
     def starts(self) -> list[RunStart]:
         """All starts in order, including the first."""
         starts = self.params.get("starts")
-        return (
-            [describe_start(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
-        )
+        starts = starts if isinstance(starts, list) else []
+        return [describe_start(start) for start in starts if isinstance(start, dict)]
 
     @property
     def hours(self) -> columns.Column:
@@ -286,7 +284,3 @@ def iterate_warnings(runs: list[Run]) -> Iterator[str]:
         yield from run.warnings
         if not len(run.steps):
             yield f"{run.path}: no steps yet"
-
-
-def count_things(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 's'}"

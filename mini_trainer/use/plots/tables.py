@@ -82,7 +82,10 @@ def compare_options(runs: list[Run]) -> tuple[Table, Table]:
     """
     told = [{name: to_text(value) for name, value in list_values(run).items()} for run in runs]
     names = dict.fromkeys(name for values in told for name in values)
-    defaults = {option.name: show_default(option) for option, _ in iterate_fields(TrainOptions)}
+    defaults = {
+        option.name: None if option.default is dataclasses.MISSING else to_text(option.default)
+        for option, _ in iterate_fields(TrainOptions)
+    }
     differing, shared = [], []
     for name in names:
         texts = [values.get(name, NO_VALUE) for values in told]
@@ -112,11 +115,6 @@ def list_facts(run: Run) -> dict[str, Any]:
         if isinstance(value, str) and len(value) == 64 and name.replace("-", "_") not in run.options
     }
     return (run.starts[-1].facts if run.starts else {}) | digests
-
-
-def show_default(option: dataclasses.Field) -> str | None:
-    """The option's default as text; None for required options."""
-    return None if option.default is dataclasses.MISSING else to_text(option.default)
 
 
 def show_name(name: str) -> str:
