@@ -49,12 +49,11 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
     if world.world_size > 1 and (options.engines.engine != "hf" or options.lm_eval):
         raise ValueError("--lm-eval, and engines other than hf, run in one process, but torchrun has started several")
     check_harness(options.lm_eval)
-    data = download_data_sets({"data": options.data}, world, cache_dir=options.data_cache_dir)
-    options = replace(options, **data)
+    options = replace(options, **download_data_sets({"data": options.data}, world, cache_dir=options.data_cache_dir))
     models = list_models(options.model, options.run)
     names = name_files([*options.task, *options.data])
     tasks = [open_task(path, names[path], options) for path in options.task]
-    data_sets = {names[path]: open_set(path) for path in options.data}
+    data_sets = {names[path]: open_set(path, cache_dir=options.data_cache_dir) for path in options.data}
     found = [find_model(model, options) for model in models]
     for one in found:
         if one is not None and (tasks or options.lm_eval):

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.data.stores.contents import verify_file
-from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, broadcast_from_rank0
@@ -28,6 +27,7 @@ from mini_trainer.model.methods import osft_directions, osft_subspaces
 from mini_trainer.model.weights import Reader, WeightGroup, copy_to_cpu, gather_one, gather_parameters
 from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import DataOptions, OSFTOptions
+from mini_trainer.options.reading import hash_file
 
 # Singular values below this share of the largest count as zero: they are rounding errors of the weight.
 NULL = 1e-10

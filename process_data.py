@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -34,42 +34,25 @@ from mini_trainer.options.tools import ProcessDataOptions
 if __name__ == "__main__":
     options = parse_options(ProcessDataOptions)  # before the slow imports: --help and typos answer at once
 
-from mini_trainer.data.rows import preparing, report
+from mini_trainer.data.rows import parts, preparing, report
 from mini_trainer.data.rows.column_names import describe_unread
 from mini_trainer.data.rows.files import Folder, Source, check_folder, describe_skipped, find_sources
 from mini_trainer.data.rows.hub_rows import find_dataset
-from mini_trainer.data.rows.parts import (
-    FORMAT_VERSION,
-    JoinedElsewhere,
-    Part,
-    count_bytes,
-    describe_read,
-    divide,
-    fill_in,
-    find_count,
-    find_faults,
-    has_parts,
-    identify_sources,
-    joining,
-    list_parts,
-    name_directory,
-    read_results,
-    remove_parts,
-    write_part,
-)
+from mini_trainer.data.rows.parts import FORMAT_VERSION
 from mini_trainer.data.rows.rows import NUM_REASONS_SHOWN, ChunkResult, process_chunk, read_formatted_chunks
 from mini_trainer.data.rows.split import SIDES, SideWriter, check_sides, mark_place
 from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
-from mini_trainer.data.stores.disk import hash_file, identify_file, make_parent, written_aside
+from mini_trainer.data.stores.disk import identify_file, make_parent, written_aside
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from mini_trainer.data.tokenized import sidecar
 from mini_trainer.data.tokenized.outputs import Outputs
-from mini_trainer.distributed.ending import ExitCode, exit_with_message
+from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.process import find_task
 from mini_trainer.options.fields import check_choices
+from mini_trainer.options.reading import hash_file, open_own
 from mini_trainer.use.pages.preview import NUM_PAGE_SAMPLES, print_samples, write_page
 
 interrupted = threading.Event()  # set by the handler of Ctrl-C and SIGTERM
@@ -91,26 +74,26 @@ def process_data(options: ProcessDataOptions) -> None:
     outputs.check([source.path for source in sources if source.is_local])
     before = identify_file(outputs.data)
     index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
-    divided = divide(sources, index, count) if count > 1 else sources
+    divided = parts.divide(sources, index, count) if count > 1 else sources
     prepared = preparing.prepare(options, sources)
-    part = Part(name_directory(outputs.data), index, count)
+    part = parts.Part(parts.name_directory(outputs.data), index, count)
     if count > 1 and part.content is None and identify_file(outputs.data) != before:  # joined parts are removed
         return say(f"part {part}: another process has joined all parts to {outputs.data}")
     if (options.join or count > 1) and are_joined(outputs, prepared, options):
         return say(f"all parts are joined already, to {outputs.data}: nothing is left to do")
     if options.join:
-        return join_parts(outputs, find_count(name_directory(outputs.data)), prepared, options)
+        return join_parts(outputs, parts.find_count(parts.name_directory(outputs.data)), prepared, options)
     if count == 1:
         num_bytes = sum(source.num_bytes for source in sources)
         return write_data_set(outputs, tokenize(sources, prepared, options), num_bytes, prepared, options)
     make_part(part, divided, prepared, options)
-    parts = list_parts(name_directory(outputs.data), count)
-    if faults := find_faults(parts, identify_parts(count, prepared, options)):
+    made = parts.list_parts(parts.name_directory(outputs.data), count)
+    if faults := parts.find_faults(made, identify_parts(count, prepared, options)):
         missing = ", ".join(map(str, faults))
         return say(f"the process that makes the last part joins them; still to be made: {missing}")
     try:
         join_parts(outputs, count, prepared, options)
-    except JoinedElsewhere as error:  # both were the last; a failure here would make torchrun end the other
+    except parts.JoinedElsewhere as error:  # both were the last; a failure here would make torchrun end the other
         say(f"another process joins the parts: {error}")
 
 
@@ -130,7 +113,7 @@ def write_data_set(
         make_parent(path)
     with written_aside(*outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
-        with closing(results), open(aside[outputs.rejected], "wb") as rejected_rows:
+        with closing(results), open_own(aside[outputs.rejected], "wb") as rejected_rows:
             paths = [aside[files.data] for files in outputs.data_sets]
             sides, reasons = write_data(
                 paths,
@@ -147,25 +130,18 @@ def write_data_set(
         report.check_rejected(totals, reasons, skip_invalid=options.rows.skip_invalid)
         report.check_kept(totals, reasons, sources=sources, max_sample_num_tokens=options.rows.max_sample_num_tokens)
         notes += describe_unread(totals.columns, options.rows.ignore_columns)
-        if tokenizer.chat_template is not None:
-            notes += report.describe_completions(totals)
-        stop_token_id = prepared.stop_token_id
-        stop = None if stop_token_id is None else tokenizer.convert_ids_to_tokens(stop_token_id)
+        if tokenizer.chat_template is not None and totals.trained_by_role["completion"]:
+            notes.append(
+                "prompts and completions are trained as plain text, without the model's chat template (--format alpaca"
+                " in place of completion makes chats of them)"
+            )
+        stop = None if prepared.stop_token_id is None else tokenizer.convert_ids_to_tokens(prepared.stop_token_id)
         notes += report.check_stops(totals, options.rows, stop=stop, open_turns=prepared.open_turns)
         if outputs.is_split:
             check_sides(sides, share=options.rows.validation_share)
         if not reasons:
             aside[outputs.rejected].unlink()
-        describe = partial(
-            sidecar.describe_data_set,
-            task=task,
-            options=options,
-            sources=sources,
-            tokenizer=tokenizer,
-            stop_token_id=stop_token_id,
-            added_tokens=prepared.added_tokens,
-        )
-        write_companions(outputs, aside, sides, options=options, tokenizer=tokenizer, describe=describe)
+        write_companions(outputs, aside, sides, options=options, prepared=prepared)
         if outputs.page is not None:
             title = sources[0].name if len(sources) == 1 else report.describe_sources(sources)
             directory = outputs.data.resolve().parent
@@ -182,10 +158,12 @@ def write_data_set(
     print_samples(totals.samples[: options.preview], tokenizer, mask=options.string_for_printing_masks)
 
 
-def make_part(part: Part, divided: list[Source], prepared: preparing.Prepared, options: ProcessDataOptions) -> None:
+def make_part(
+    part: parts.Part, divided: list[Source], prepared: preparing.Prepared, options: ProcessDataOptions
+) -> None:
     """Writes a part, unless it exists. ValueError for rows that cannot be used."""
     made_with = identify_parts(part.count, prepared, options)
-    if part.content is not None and not find_faults([part], made_with):
+    if part.content is not None and not parts.find_faults([part], made_with):
         return say(f"part {part}: already there, {part.rows}")
     counts, reasons = Counter[str](), []
 
@@ -201,12 +179,12 @@ def make_part(part: Part, divided: list[Source], prepared: preparing.Prepared, o
         report.check_rejected(report.Totals(0, rows=counts), reasons, skip_invalid=options.rows.skip_invalid)
 
     def describe() -> dict[str, Any]:
-        if identify_sources(prepared.sources) != made_with["sources"]:
+        if parts.identify_sources(prepared.sources) != made_with["sources"]:
             raise ValueError(f"part {part}: an input file changed while it was read: make the part again")
-        return {"made_with": made_with, "read": describe_read(prepared.sources, divided), "rows": dict(counts)}
+        return {"made_with": made_with, "read": parts.describe_read(prepared.sources, divided), "rows": dict(counts)}
 
-    num_bytes = count_bytes(divided)
-    write_part(part, count_rows(), describe)
+    num_bytes = parts.count_bytes(divided)
+    parts.write_part(part, count_rows(), describe)
     say(f"part {part}: {counts['in']:,} rows, {counts['kept']:,} kept, in {part.rows}")
 
 
@@ -215,7 +193,7 @@ def identify_parts(count: int, prepared: preparing.Prepared, options: ProcessDat
     how = {"preview": num_samples_shown(options), "output_file": Path(options.output_file).suffix}
     found = {
         "options": sidecar.identify_options(options.rows) | asdict(options.contents) | how,
-        "sources": identify_sources(prepared.sources),
+        "sources": parts.identify_sources(prepared.sources),
         "tokenizer": fingerprint_tokenizer(prepared.tokenizer),
         "chat template": fingerprint_chat_template(prepared.tokenizer),
         "special tokens": [prepared.tokenizer.all_special_tokens, load_stop_token_ids(prepared.model_dir)],
@@ -230,7 +208,7 @@ def identify_parts(count: int, prepared: preparing.Prepared, options: ProcessDat
 def are_joined(outputs: Outputs, prepared: preparing.Prepared, options: ProcessDataOptions) -> bool:
     """Whether the outputs exist, made from these rows with these options, and no parts do."""
     files = [outputs.page, *(path for one in outputs.data_sets for path in (one.data, one.sidecar))]
-    if not all(path is None or path.exists() for path in files) or has_parts(name_directory(outputs.data)):
+    if not all(path is None or path.exists() for path in files) or parts.has_parts(parts.name_directory(outputs.data)):
         return False
     sources, tokenizer = prepared.sources, prepared.tokenizer
     return all(sidecar.is_made_of(one.sidecar, sources, options, tokenizer=tokenizer) for one in outputs.data_sets)
@@ -239,23 +217,23 @@ def are_joined(outputs: Outputs, prepared: preparing.Prepared, options: ProcessD
 def join_parts(outputs: Outputs, count: int, prepared: preparing.Prepared, options: ProcessDataOptions) -> None:
     """Writes the data set from its parts, and removes them. ValueError if some are missing, or of another
     configuration."""
-    directory = name_directory(outputs.data)
-    with joining(directory):
-        parts = list_parts(directory, count)
-        faults = find_faults(parts, identify_parts(count, prepared, options))
+    directory = parts.name_directory(outputs.data)
+    with parts.joining(directory):
+        made = parts.list_parts(directory, count)
+        faults = parts.find_faults(made, identify_parts(count, prepared, options))
         if len(faults) == count and outputs.data.exists() and not options.join:
             say(f"another process has joined the parts to {outputs.data}")
         elif faults:
             listed = "".join(f"\n  part {part} {fault}: make it by --shard {part}" for part, fault in faults.items())
             raise ValueError(f"{len(faults)} of {count} parts in {directory} cannot be joined:{listed}")
         else:
-            fill_in(prepared.sources, parts)
+            parts.fill_in(prepared.sources, made)
             firsts: dict[Folder, Source] = {}
             for source in prepared.sources:
                 check_folder(source, firsts)
             num_bytes = sum(source.num_bytes for source in prepared.sources)
-            write_data_set(outputs, read_results(parts), num_bytes, prepared, options)
-            remove_parts(parts)
+            write_data_set(outputs, parts.read_results(made), num_bytes, prepared, options)
+            parts.remove_parts(made)
 
 
 def write_companions(
@@ -264,13 +242,21 @@ def write_companions(
     sides: Sequence[report.Totals],
     *,
     options: ProcessDataOptions,
-    tokenizer: Any,
-    describe: Callable[[report.Totals], dict[str, Any]],
+    prepared: preparing.Prepared,
 ) -> None:
-    """Writes each data set's sidecar, from `describe`, and the tokenizer if it differs from the model's."""
+    """Writes each data set's sidecar, and the tokenizer if it differs from the model's."""
+    describe = partial(
+        sidecar.describe_data_set,
+        task=prepared.preparation.task,
+        options=options,
+        sources=prepared.sources,
+        tokenizer=prepared.tokenizer,
+        stop_token_id=prepared.stop_token_id,
+        added_tokens=prepared.added_tokens,
+    )
     for i, (files, totals) in enumerate(zip(outputs.data_sets, sides, strict=True)):
         if preparing.changes_tokenizer(options):
-            tokenizer.save_pretrained(aside[files.tokenizer])
+            prepared.tokenizer.save_pretrained(aside[files.tokenizer])
         split = None
         if outputs.is_split:
             other = outputs.data_sets[1 - i].data.name
@@ -309,16 +295,16 @@ def write_data(
 ) -> tuple[list[report.Totals], list[str]]:
     """Writes samples to the `paths` of their sides, and rejected rows, as they come. Returns each side's totals, and
     the first reasons of rejected rows."""
-    ending, reasons = Path(options.output_file).suffix, []
+    ending, block_size, reasons = Path(options.output_file).suffix, options.rows.document_block, []
     with ExitStack() as files, report.report_progress(num_bytes) as advance:
         writers = [
             SideWriter(
                 files.enter_context(open_output(path, ending, prepared.preparation.task)),
                 ending=ending,
                 num_shown=num_samples_shown(options),
-                cutter=make_cutter(
-                    side, eos_token_id=prepared.tokenizer.eos_token_id, block_size=options.rows.document_block
-                ),
+                cutter=None
+                if block_size is None
+                else BlockCutter(block_size, prepared.tokenizer.eos_token_id, name=mark_place("block {:,}", side)),
             )
             for path, side in zip(paths, SIDES, strict=False)
         ]
@@ -332,13 +318,6 @@ def write_data(
         for writer in writers:
             writer.finish()
     return [writer.totals for writer in writers], reasons
-
-
-def make_cutter(side: str, *, eos_token_id: int | None, block_size: int | None) -> BlockCutter | None:
-    """A side's cutter; None unless documents are cut into blocks."""
-    if block_size is None:
-        return None
-    return BlockCutter(block_size, eos_token_id, name=mark_place("block {:,}", side))
 
 
 def num_samples_shown(options: ProcessDataOptions) -> int:
@@ -387,15 +366,8 @@ def main(options: ProcessDataOptions) -> None:
     signal.signal(signal.SIGINT, raise_interrupt)
     signal.signal(signal.SIGTERM, raise_interrupt)
     sys.stdout.reconfigure(errors="backslashreplace")  # samples can hold what the terminal cannot show
-    try:
+    with ending_with_message(when_interrupted="interrupted; unfinished files are removed"):
         process_data(choose_part(options))
-    except ValueError as error:
-        exit_with_message(str(error))
-    except OSError as error:
-        message = f"--output-file {options.output_file}: cannot be written, nothing is left: {error}"
-        exit_with_message(message, code=ExitCode.IO)
-    except KeyboardInterrupt:
-        exit_with_message("interrupted; unfinished files are removed", code=ExitCode.INTERRUPTED)
 
 
 if __name__ == "__main__":

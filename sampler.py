@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -159,19 +159,6 @@ def cumulate_epochs(lengths: by_row.Values, kept: by_row.Rows, *, seed: tuple[in
     return count
 
 
-class Batching(Protocol):
-    """The rule that divides the stream into global batches, one after another."""
-
-    flag: str  # the option that sets it, with its value
-    mean_samples: float  # of a batch
-
-    def find_end(self, start: int, *, num_batches: int = 1) -> int:
-        """The position after `num_batches` batches, the first of which begins at position `start`."""
-
-    def count(self, start: int, end: int) -> int:
-        """Number of batches from the one that begins at position `start` to the one that reaches `end`."""
-
-
 @dataclass(frozen=True)
 class SampleBatches:
     """Batches of `size` samples: t is positions [t * size, (t + 1) * size) of the stream."""
@@ -180,6 +167,7 @@ class SampleBatches:
 
     @property
     def flag(self) -> str:
+        """The option that sets the batches, with its value."""
         return f"--batch-size {self.size}"
 
     @property
@@ -190,9 +178,11 @@ class SampleBatches:
         return f"{self.size:,} samples"
 
     def find_end(self, start: int, *, num_batches: int = 1) -> int:
+        """The position after `num_batches` batches, the first of which begins at position `start`."""
         return start + num_batches * self.size
 
     def count(self, start: int, end: int) -> int:
+        """Number of batches from the one that begins at position `start` to the one that reaches `end`."""
         return max(0, -(-(end - start) // self.size))
 
 
@@ -228,6 +218,9 @@ class TokenBatches:
         if end <= start:
             return 0
         return self.stream.count(end - 1) // self.size - self.stream.count(start) // self.size + 1
+
+
+Batching = SampleBatches | TokenBatches  # the rule that divides the stream into global batches, one after another
 
 
 def choose_batching(data: Mixture, options: DataOptions) -> Batching:

@@ -53,7 +53,7 @@ from mini_trainer.run.exports import Exports
 from mini_trainer.run.identity import describe_run, flatten_with_urls
 from mini_trainer.run.metrics import StepMeter
 from mini_trainer.run.run_directory import RunDirectory
-from mini_trainer.run.run_model import build_run_model, make_average, settle_auto_options
+from mini_trainer.run.run_model import build_run_model, find_fewer_tokens, make_average, settle_auto_options
 from mini_trainer.run.start import make_data_local, open_inputs, settle_by_device
 from mini_trainer.run.start_checks import describe_inputs, describe_start
 from mini_trainer.run.step import StepOptions, TrainState, train_step
@@ -93,8 +93,6 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     step_options = replace_options(step_options, **settled)
     inputs.values.update(settled)  # as they are recorded
     if run.auto_settings:
-        from mini_trainer.run.fewer_tokens import find_fewer_tokens
-
         control.marks.fewer_tokens = find_fewer_tokens(settled, inputs, world)
     run.restore(state)
 

@@ -35,7 +35,7 @@ from triton.runtime import interpreter
 
 from mini_trainer.distributed.world import World, init_world
 from mini_trainer.model.kernels import adamw, rotary
-from mini_trainer.model.kernels.gradients import find_fault
+from mini_trainer.model.kernels.layers import find_fault
 from mini_trainer.model.optim import compact_adamw
 
 # Shapes whose blocks of 8-bit codes have 256, 64 and 32 numbers, and one without blocks; none fills a tile.

@@ -24,7 +24,7 @@ ROOT = paths.ROOT
 
 from tokenization import generate_messages, train_tokenizer
 
-from mini_trainer.data.stores.disk import hash_file
+from mini_trainer.options.reading import hash_file
 
 NUM_PARTS = 4
 

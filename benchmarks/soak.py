@@ -45,6 +45,7 @@ ROOT = paths.ROOT
 import numpy as np
 from forked import ForkedJob
 from processes import ENV, Job, flags, is_alive, list_children, torchrun
+from safetensors.numpy import load_file
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tiny_pairs import write_pairs
@@ -301,8 +302,8 @@ class Soak:
     def is_scored(self, kind: str) -> bool:
         """Whether every row of the data sets has its reference's numbers."""
         paths = [*self.inputs[kind]["data_path"], self.inputs[kind]["validation_data_path"]]
-        found = [file for path in paths for file in path.parent.glob(f"{path.name}.reference-*.npz")]
-        return len(found) == len(paths) and not any(np.isnan(np.load(file)).any() for file in found)
+        found = [file for path in paths for file in path.parent.glob(f"{path.name}.reference-*.safetensors")]
+        return len(found) == len(paths) and not any(np.isnan(load_file(file)["values"]).any() for file in found)
 
     def wait_for(self, moment: str, job: Job | ForkedJob, reference: Reference) -> bool:
         """Waits until a start is where it is to be killed; False if it has ended, or does not get there."""
@@ -414,7 +415,7 @@ def make_preference_inputs(root: Path, kind: str) -> dict[str, object]:
 
 def forget_reference(root: Path) -> None:
     """Removes what earlier runs have scored, so that the next one scores everything."""
-    for path in root.glob("*.reference-*.npz"):
+    for path in root.glob("*.reference-*.safetensors"):
         path.unlink()
 
 

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, LlamaConfig, LlamaModel, PreTrainedConfig, Qwen2Config, Qwen2Model
 
-from mini_trainer.model.added_products import multiply
 from mini_trainer.model.kernels import layers
 from mini_trainer.model.kernels.remade import Remaking
 from mini_trainer.model.methods import lora_layers
 from mini_trainer.model.optim import compact_adamw
+from mini_trainer.model.whole_weights import multiply
 from mini_trainer.objectives import next_tokens
 from mini_trainer.objectives.objective import KernelSwitch
 

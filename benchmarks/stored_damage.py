@@ -1,15 +1,18 @@
-"""Damages each thing that is stored, in five ways, and reports who notices, and how.
+"""Damages each thing that is stored, in eight ways, and reports who notices, and how.
 
     OMP_NUM_THREADS=1 python benchmarks/stored_damage.py
 
-On a tiny model: data set, sidecar, scores, export, adapter, checkpoint, OSFT's bases, statistics and cache, a
-reference's log-probabilities. Each is truncated, has one bit flipped, is replaced by that of an older run, is deleted,
-or is a FIFO; then the program that reads it is started. A line says the exit code and the last line of its output.
-Exits with 1 if a program that read damaged bytes said nothing, had a traceback, or did not end.
+On a tiny model: data sets and what is cached of them, parts, scores, exports, adapter, checkpoint, the files of a run,
+OSFT's bases, statistics and cache, a reference's log-probabilities. Each is truncated, has one bit flipped, is deleted,
+is replaced by that of an older or another run, by a FIFO, a directory or a link to somebody else's file; then the
+program that reads it is started. A line says the exit code and what was printed of it. Exits with 1 if a program
+printed nothing and had other results than with the whole file, changed somebody else's file, had a traceback, or did
+not end.
 """
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,16 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paths
+import pyarrow as pa
 
 ROOT = paths.ROOT
 
 from make_tiny_model import save_tiny_model, train_tokenizer
-from tiny_data import write_jsonl
+from tiny_data import write_jsonl, write_rows
 
 SECONDS = 120
-NOTICED = ("SHA-256", "damaged", "DAMAGED", "differs", "missing", "not a", "no such", "does not", "bytes", "cannot",
-           "another", "scored again", "not listed", "unverified", "there are no", "edited")  # fmt: skip
-SAID, MADE_AGAIN = ("error", "warning"), (" scored before, ", "matrices to decompose")
+SAID = ("error", "warning", "DAMAGED", "part ")
+# What programs compute: losses, answers, results, scores, data sets.
+RESULTS = ("*/training_metrics_0.jsonl", "a.jsonl", "seen/results.json", "*.other.scores", "joined.arrow")
+TIMES = re.compile(rb'"(?:time|timestamp|[a-z_]*seconds?|[a-z_]*per_second|mfu|[a-z_]*(?:gib|time))": [^,}]+')
 
 
 @dataclass(frozen=True)
@@ -75,21 +80,38 @@ READERS: dict[str, tuple[str, ...]] = {
     "evaluate": ("evaluate", "--model", EXPORT, "--data", "data.arrow", "--output-dir", "seen"),
     "score-data": ("score-data", *MODEL, *DATA, "--name", "other", "--top-k", "4"),
     "verify": ("verify", "."),
+    "train on lines": (*TRAIN, "2", *MODEL, "--data-path", "lines.jsonl", "--output-dir", "new"),
+    "train on Parquet": (*TRAIN, "2", *MODEL, "--data-path", "table.parquet", "--output-dir", "new"),
+    "train on rows": (*TRAIN, "2", *MODEL, "--input-file", "rows.jsonl", "--data-cache-dir", "rows",
+                      "--output-dir", "new"),
+    "join": ("process-data", "--input-file", "rows.jsonl", "--output-file", "joined.arrow", "--model-name-or-path",
+             "model", "--join"),
 }  # fmt: skip
+PART, COPIES = "joined.arrow.parts/part_", "home/.cache/mini_trainer/data/converted/*"
 STORED = [
     *(Stored("data set", "data.arrow", reader, "old.arrow")
       for reader in ("train", "evaluate", "score-data", "verify")),
     Stored("its sidecar", "data.arrow.meta.json", "train", "old.arrow.meta.json"),
     Stored("scores", "data.arrow.teacher.scores", "distill", "old.arrow.teacher.scores"),
     Stored("their sidecar", "data.arrow.teacher.scores.json", "distill", "old.arrow.teacher.scores.json"),
-    Stored("reference's log-probabilities", "pairs.arrow.reference-*.npz", "dpo"),
+    Stored("reference's log-probabilities", "pairs.arrow.reference-*", "dpo", "others.arrow.reference-*"),
+    Stored("copy of JSON lines", f"{COPIES}/lines.arrow", "train on lines", f"{COPIES}/table.arrow"),
+    Stored("copy of Parquet", f"{COPIES}/table.arrow", "train on Parquet", f"{COPIES}/lines.arrow"),
+    *(Stored("a copy's record", f"{COPIES}/made.json", reader) for reader in ("train on lines", "train on Parquet")),
+    *(Stored(f"tokenized rows: {name}", f"rows/*/{name}", "train on rows", older)
+      for name, older in (("rows.arrow", "old.arrow"), ("rows.arrow.meta.json", "old.arrow.meta.json"),
+                          ("made.json", None))),
+    *(Stored(f"a part's {name}", f"{PART}1_of_2.{name}", "join", f"{PART}2_of_2.{name}")
+      for name in ("rows", "meta.json")),
+    *(Stored(f"a run's {name}", f"run/{name}", "resume", f"older/{name}" if name != ".lock" else None)
+      for name in ("training_params.json", "training_metrics_0.jsonl", "exit.json", ".lock")),
     *(Stored("export's weights", f"{EXPORT}/model.safetensors", reader, "older/hf_format/samples_8/model.safetensors")
       for reader in ("train", "generate", "evaluate", "score-data", "verify")),
     Stored("export's config", f"{EXPORT}/config.json", "generate", "model/config.json"),
     Stored("export's manifest", f"{EXPORT}/manifest.json", "generate", "older/hf_format/samples_8/manifest.json"),
     Stored("adapter's weights", "lora/hf_format/samples_8/adapter_model.safetensors", "generate by adapter"),
     Stored("OSFT's bases", BASES, "osft"),
-    Stored("OSFT's cache", "cache/*.safetensors", "cache"),
+    Stored("OSFT's cache", "cache/*.safetensors", "cache", "cache/*.safetensors"),
     Stored("OSFT's statistics", "statistics.safetensors", "statistics"),
     Stored("checkpoint's weights", "run/checkpoints/step_2/rank_00000.safetensors", "resume"),
     Stored("checkpoint's state", "run/checkpoints/step_2/state.json", "resume"),
@@ -108,12 +130,27 @@ def be_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+def be_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def be_link(path: Path) -> None:
+    """A link to somebody else's file, as in an archive from somewhere."""
+    (path.parent.parent / THEIRS).write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(path.parent.parent / THEIRS)
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "one bit": flip_bit,
     "deleted": Path.unlink,
     "FIFO": be_fifo,
+    "directory": be_directory,
+    "link": be_link,
 }
+THEIRS = "theirs"
 
 
 def make_all(root: Path) -> None:
@@ -123,14 +160,15 @@ def make_all(root: Path) -> None:
             for question, answer in chats]  # fmt: skip
     pairs = [{"prompt": f"Which is {i}?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(12)]
     write_jsonl(root / "rows.jsonl", rows), write_jsonl(root / "old.jsonl", rows[::-1])
-    write_jsonl(root / "pairs.jsonl", pairs), (root / "prompts.txt").write_text("Which is 3?\n")
+    write_jsonl(root / "pairs.jsonl", pairs), write_jsonl(root / "others.jsonl", pairs[::-1])
+    (root / "prompts.txt").write_text("Which is 3?\n")
     texts = [message["content"] for row in rows for message in row["messages"]]
     save_tiny_model(root / "model", train_tokenizer(texts, vocab_size=300), hidden_size=32, num_layers=2, seed=0)
     on = ("--model-name-or-path", "model")
-    for name in ("rows", "old", "pairs"):
+    for name in ("rows", "old", "pairs", "others"):
         output = {"rows": "data"}.get(name, name)
         words = ("process-data", "--input-file", f"{name}.jsonl", "--output-file", f"{output}.arrow", *on)
-        expect(root, *words, *(("--format", "preference") if name == "pairs" else ()))
+        expect(root, *words, *(("--format", "preference") if name in ("pairs", "others") else ()))
     common = (*TRAIN, "2", *on, *DATA)
     expect(root, *common, "--output-dir", "run")
     expect(root, *common, "--output-dir", "older", "--seed", "7")
@@ -139,6 +177,17 @@ def make_all(root: Path) -> None:
     expect(root, *READERS["statistics"], "--osft-calibration-data", "data.arrow")
     shutil.rmtree(root / "new")
     expect(root, *READERS["dpo"])
+    shutil.rmtree(root / "new")
+    expect(root, *(word.replace("pairs", "others") for word in READERS["dpo"]))
+    for name, source in (("lines.jsonl", "data"), ("table.parquet", "old")):
+        rows = pa.ipc.open_file(root / f"{source}.arrow").read_all()
+        write_rows(root / name, rows.select([name for name in rows.column_names if name != "loss_weights"]).to_pylist())
+    for reader in ("train on lines", "train on Parquet", "train on rows"):
+        shutil.rmtree(root / "new")
+        expect(root, *READERS[reader])
+    for i in (1, 2):
+        words = ("process-data", "--input-file", "rows.jsonl", "--output-file", "joined.arrow", "--shard", f"{i}/2")
+        expect(root, *words, *on)
     for name in ("data", "old"):
         expect(root, "score-data", *MODEL, "--data-path", f"{name}.arrow", "--top-k", "4")
     shutil.rmtree(root / "new")
@@ -150,23 +199,29 @@ def expect(root: Path, *words: str) -> None:
         sys.exit(f"mini-trainer {' '.join(words)}: exit code {code}\n{output[-3000:]}")
 
 
-def damage(made: Path, stored: Stored, how: str, work: Path) -> tuple[str, bool]:
+def read_results(work: Path) -> dict[str, bytes]:
+    """What programs have computed, without times and places."""
+    paths = (path for pattern in RESULTS for path in work.glob(pattern))
+    return {path.name: TIMES.sub(b"", path.read_bytes()).replace(bytes(work), b"") for path in paths}
+
+
+def damage(made: Path, stored: Stored, how: str, work: Path, expected: dict[str, bytes]) -> tuple[str, bool]:
     """One row of the table, and whether all was as promised."""
     shutil.copytree(made, work, symlinks=True)
-    path = next(work.glob(stored.path))
+    path = min(work.glob(stored.path))
+    whole = path.read_bytes()
     if how == "older":
-        shutil.copyfile(work / stored.older, path)
-    else:
+        path.write_bytes(max(work.glob(stored.older)).read_bytes())
+    elif how != "nothing":
         DAMAGES[how](path)
     code, output = run(work, *READERS[stored.reader])
-    lines = [
-        line for line in output.splitlines() if any(word in line for word in NOTICED) and str(path.name)[:8] in line
-    ]
-    lines = lines or [
-        line for line in output.splitlines() if line.startswith(SAID) or any(word in line for word in MADE_AGAIN)
-    ]
-    is_sound = code is not None and bool(lines) and "Traceback" not in output
-    said = lines[0].replace(str(work), "").replace("|", "/") if lines else "NOTHING"
+    lines = [line for line in output.splitlines() if line.startswith(SAID)]
+    lines.sort(key=lambda line: path.name[:8] not in line)
+    is_same = code == 0 and read_results(work) == expected
+    is_sound = code is not None and bool(lines or is_same) and "Traceback" not in output
+    if how == "link":
+        is_sound &= (path.parent.parent / THEIRS).read_bytes() == whole
+    said = lines[0].replace(str(work), "").replace("|", "/") if lines else "the same results" if is_same else "NOTHING"
     shutil.rmtree(work, ignore_errors=True)
     ending = "does not end" if code is None else code
     return f"| {stored.name} | {how} | {stored.reader} | {ending} | {said[:160]} |", is_sound
@@ -181,13 +236,21 @@ def main() -> None:
         made = Path(folder) / "made"
         made.mkdir()
         make_all(made)
-        cases = [(stored, how) for stored in STORED if args.only in stored.name
-                 for how in (*DAMAGES, *(["older"] if stored.older else []))]  # fmt: skip
+        chosen = [stored for stored in STORED if args.only in stored.name]
+        results = {}
+        for reader in {stored.reader for stored in chosen}:
+            shutil.copytree(made, work := Path(folder) / "whole", symlinks=True)
+            code, output = run(work, *READERS[reader])
+            assert code == 0, output
+            results[reader] = read_results(work)
+            shutil.rmtree(work)
+        cases = [(stored, how) for stored in chosen for how in (*DAMAGES, *(["older"] if stored.older else []))]
         print("| stored | damage | read by | exit code | message |\n| --- | --- | --- | --- | --- |", flush=True)
         failures = 0
         with ThreadPoolExecutor(args.jobs) as pool:
             works = (Path(folder) / f"work_{i}" for i in range(len(cases)))
-            for row, is_sound in pool.map(lambda case, work: damage(made, *case, work), cases, works):
+            expected = [results[stored.reader] for stored, _ in cases]
+            for row, is_sound in pool.map(lambda case, *more: damage(made, *case, *more), cases, works, expected):
                 print(row if is_sound else f"{row} WRONG", flush=True)
                 failures += not is_sound
     print(f"{len(cases)} cases, {failures} not as promised")

@@ -210,6 +210,7 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
     from mini_trainer.distributed.ending import EXIT_FILE
     from mini_trainer.distributed.process import raise_open_file_limit
     from mini_trainer.options.command_line import parse_options
+    from mini_trainer.options.reading import read_document
 
     if word == "train":
         hand_on_warning()
@@ -251,7 +252,7 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
         refuse(f"torchrun: {error}")
     # The ranks of a run end together, and write why: for torchrun, a stop that was asked for is no failure.
     if exit_file is not None and exit_file.exists() and identify_file(exit_file) != before:
-        return json.loads(exit_file.read_text())["code"]
+        return read_document(exit_file)["code"]
     return 0 if killed_by is None else 128 + killed_by
 
 

@@ -2,6 +2,7 @@ import gc
 
 gc.disable()  # until all is imported: it would look through a million objects a dozen times
 
+import atexit
 import getpass
 import os
 import shutil
@@ -21,6 +22,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than cores would m
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Not in the home directory: torch's own default.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+if "MINI_TRAINER_CACHE" not in os.environ:  # of this process and those that it starts
+    os.environ["MINI_TRAINER_CACHE"] = tempfile.mkdtemp(prefix="mini_trainer_caches_")
+
+    @atexit.register
+    def remove_caches(folder: str = os.environ["MINI_TRAINER_CACHE"], pid: int = os.getpid()) -> None:
+        if os.getpid() == pid:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 os.fsync = os.fstat  # no test cuts the power, and a run waits for the disk dozens of times
 settings.register_profile("any machine", deadline=None)  # an example's time is the machine's, and no property of ours
 settings.load_profile("any machine")
@@ -205,3 +215,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     browser = Browser(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
+
+
+@pytest.fixture
+def never_whole(monkeypatch) -> None:
+    """Fails the test if a model is loaded as a whole."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the whole model was loaded")
+
+    monkeypatch.setattr("mini_trainer.model.weights.read_whole", refuse)

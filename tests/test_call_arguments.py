@@ -7,13 +7,12 @@ import copy
 import json
 import re
 from collections import Counter
-from functools import cache, partial
+from functools import partial
 
 import pytest
 from mask_oracle import with_arguments_as_text
-from stock_templates import TEMPLATES, TRL, make_tokenizer
+from stock_templates import TEMPLATES, TRL, make_masker
 
-from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import takes_calls_as_text, takes_text
 from mini_trainer.data.rows.chat_rows import take_images
 from mini_trainer.data.rows.formats import read_example
@@ -43,13 +42,6 @@ def make_messages(arguments: object) -> list[dict]:
 
 def read_chat(row: dict):
     return read_example(row, "sharegpt" if "conversations" in row else "messages", is_given=False)
-
-
-@cache
-def make_masker(name: str) -> ChatMasker:
-    template, stops = TEMPLATES[name]
-    tokenizer = make_tokenizer(template, stops)
-    return ChatMasker(tokenizer, stop_token_ids=tokenizer.convert_tokens_to_ids(list(stops)))
 
 
 TEXTS = {

@@ -408,17 +408,19 @@ def test_messages_can_be_left_out_or_weighted(base_tokenizer):
     num_whole = len(weights) - num_half
     assert sorted(weights) == [0.5] * num_half + [1.0] * num_whole
     assert all(weight == 0.0 for weight, label in zip(masked.loss_weights, masked.labels, strict=True) if label < 0)
-    assert masked.num_trained_by_role["user"] == len(masker.tokenizer("How many?<|im_end|>")["input_ids"])
-    assert sum(masked.num_trained_by_role.values()) == len(weights)
+    num_of_user = sum(span.num_targets for span in masked.spans if span.role == "user")
+    assert num_of_user == len(masker.tokenizer("How many?<|im_end|>")["input_ids"])
+    assert masked.num_loss_counted_tokens == len(weights)
 
 
 def test_a_weight_of_zero_leaves_out(base_tokenizer):
     masker = with_template(base_tokenizer, CHATML_TEMPLATE)
     (masked,) = masker.mask([Chat([QUESTION, {**ANSWER, "weight": 0}, QUESTION, ANSWER])])
     assert masked.loss_weights is None
-    assert sum(label != IGNORED for label in masked.labels) == masked.num_trained_by_role["assistant"]
+    assert sum(label != IGNORED for label in masked.labels) == masked.num_loss_counted_tokens
+    assert {span.role for span in masked.spans} == {"assistant"}
     (masked,) = masker.mask([Chat([QUESTION, {**ANSWER, "weight": 0.0}])])
-    assert set(masked.labels) == {IGNORED} and masked.num_trained_by_role == {}
+    assert set(masked.labels) == {IGNORED} and masked.spans == []
 
 
 @pytest.mark.parametrize(
@@ -450,7 +452,7 @@ def test_completions_train_what_follows_the_prompt_and_one_eos(base_tokenizer, c
     assert (untrained, trained) == (False, True)
     assert base_tokenizer.decode(first) == "How many?"
     assert base_tokenizer.decode(ids) == completion.removesuffix(eos) + eos
-    assert masked.num_trained_by_role == {"completion": len(ids)}
+    assert [(span.role, span.num_targets) for span in masked.spans] == [("completion", len(ids))]
 
 
 def test_texts_begin_as_the_tokenizer_begins_them(base_tokenizer):
@@ -463,7 +465,8 @@ def test_texts_begin_as_the_tokenizer_begins_them(base_tokenizer):
     assert tokenizer.decode(completion.input_ids) == f"{bos}How many? Five.{eos}"
     assert tokenizer.decode([label for label in completion.labels if label != IGNORED]) == f" Five.{eos}"
     assert tokenizer.decode(document.labels) == f"{bos}Five.{eos}"
-    assert document.num_trained_by_role == {"document": len(document.labels) - 1}  # nothing predicts the first
+    (span,) = document.spans
+    assert (span.role, span.num_targets) == ("document", len(document.labels) - 1)  # nothing predicts the first
 
 
 MARKED_TEMPLATE = (

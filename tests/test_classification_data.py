@@ -117,8 +117,7 @@ def test_texts_and_labels_as_the_tokenizer_gives_them_from_every_kind_of_file(en
 
 
 @pytest.mark.parametrize("ending", [".arrow", ".parquet", ".jsonl"])
-def test_pairs_have_token_types_where_the_tokenizer_gives_them(ending, encoder, word_pieces, tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def test_pairs_have_token_types_where_the_tokenizer_gives_them(ending, encoder, word_pieces, tmp_path):
     rows = [{"premise": TEXTS[i], "other": TEXTS[i - 1], "y": i % 2} for i in range(4)]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     fields = dict(columns=("text=premise", "text_pair=other", "label=y"))

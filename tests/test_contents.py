@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from in_process import train_here
 from safetensors.torch import load_file
 from scored_data import score_here, write_data
@@ -18,14 +19,16 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.data.stores import contents
 from mini_trainer.data.stores.contents import check_recorded, hash_once, sign
-from mini_trainer.data.stores.disk import hash_file, locked
+from mini_trainer.data.stores.disk import locked
 from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar, verify_data
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.evaluate_model import evaluate
 from mini_trainer.generate import generate
-from mini_trainer.model.methods.osft_directions import open_statistics
-from mini_trainer.model.methods.osft_subspaces import open_bases, read_subspace
+from mini_trainer.model.hashed_tensors import write_hashed
+from mini_trainer.model.methods.osft_directions import Statistics, read_data_hashes, read_statistics, write_statistics
+from mini_trainer.model.methods.osft_subspaces import hash_bases, read_subspace, write_subspace
 from mini_trainer.options import group_options
+from mini_trainer.options.reading import hash_file
 from mini_trainer.options.tools import (
     EvaluateOptions,
     ExportGgufOptions,
@@ -288,22 +291,48 @@ def test_data_without_a_recorded_hash_is_used_and_said_and_an_odd_record_is_refu
             read_sidecar(data)
 
 
-@pytest.mark.parametrize("damage", [lambda path: flip_bit(path, 0.6), lambda path: os.truncate(path, 300)])
+DAMAGES = [lambda path: flip_bit(path, 0.6), lambda path: os.truncate(path, 300)]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_log_probabilities_of_a_reference_are_computed_again(damage: Callable, tmp_path, caplog):
-    path, values = tmp_path / "values.npz", np.random.default_rng(0).normal(size=(50, 2)).astype(np.float32)
-    np.savez(path, values=values)
+    path, values = tmp_path / "values.safetensors", np.random.default_rng(0).normal(size=(50, 2)).astype(np.float32)
+    write_hashed(path, {"values": torch.from_numpy(values)}, {"name": path.name})
     np.testing.assert_array_equal(read_file(path, 50), values)
-    assert np.isnan(read_file(path, 49)).all() and "(50, 2), not 49 rows" in caplog.text
+    assert np.isnan(read_file(path, 49)).all() and "other rows" in caplog.text
+    path.rename(other := tmp_path / "other.safetensors")
+    assert np.isnan(read_file(other, 50)).all() and caplog.text.count("other rows") == 2
+    other.rename(path)
     damage(path)
     assert np.isnan(read_file(path, 50)).all() and "scored again" in caplog.text
+
+
+def test_the_directions_of_another_matrix_are_used(tmp_path):
+    """Their shapes are equal, so that nothing else would notice."""
+    files = [tmp_path / f"{name}.safetensors" for name in ("one", "other")]
+    for file in files:
+        write_subspace(file, {"basis": torch.rand(3, 3), "singular_values": torch.rand(3)})
+    files[0].replace(files[1])
+    with pytest.raises(ValueError, match=r"remove .*other\.safetensors: it is of another matrix, one"):
+        read_subspace(files[1])
+
+
+def test_statistics_of_other_layers_are_used_if_only_their_names_are_changed(tmp_path):
+    path = tmp_path / "statistics.safetensors"
+    write_statistics(Statistics({"a": torch.eye(2), "b": torch.zeros(2, 2)}, {"a": "a", "b": "b"}, ["hash"]), path)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(rb"\"a\": \"a\", \"b\": \"b\"", rb"\"a\": \"b\", \"b\": \"a\""))
+    assert path.read_bytes() != content
+    with pytest.raises(ValueError, match="damaged"):
+        read_statistics(path)
 
 
 def test_a_pipe_in_a_files_place_does_not_hang(tmp_path, caplog):
     os.mkfifo(pipe := tmp_path / "pipe")
     assert np.isnan(read_file(pipe, 3)).all() and "regular file" in caplog.text
-    for opening in (open_bases(pipe), open_statistics(pipe)):
-        with pytest.raises(ValueError, match=rf"{pipe}: .*regular file"), opening:
-            pass
+    for read in (hash_bases, read_data_hashes):
+        with pytest.raises(ValueError, match=rf"{pipe}: .*regular file"):
+            read(pipe)
 
 
 def test_one_program_at_a_time_writes_scores(world, root):
@@ -323,7 +352,7 @@ def test_verify_reads_every_byte_of_what_has_recorded_hashes(root, capsys):
                                                root / "data.arrow.teacher.scores")]  # fmt: skip
     assert len(list(lines(root))) == 8  # three runs' checkpoints and exports, data, scores
     (export / "config.json").write_text((export / "config.json").read_text() + " ")
-    assert any(line.startswith("edited ") and line.endswith(f": {export / 'config.json'}") for line in lines(export))
+    assert f"edited: {export / 'config.json'}" in list(lines(export))
     for path in (root / "data.arrow", checkpoint / "rank_00000.safetensors", export / "model.safetensors",
                  root / "data.arrow.teacher.scores"):  # fmt: skip
         flip_bit(path, 0.9)
@@ -332,6 +361,15 @@ def test_verify_reads_every_byte_of_what_has_recorded_hashes(root, capsys):
         list(lines(root))
     damaged = [line for line in capsys.readouterr().out.splitlines() if line.startswith("DAMAGED")]
     assert len(damaged) == 5 and f"DAMAGED {checkpoint / 'state.json'}: is missing" in damaged
+    for name, listed in (("config.json", True), ("tokenizer_config.json", False), ("tokenizer.json", True)):
+        (export / name).unlink()
+        manifest = json.loads((export / "manifest.json").read_text())
+        if not listed:
+            del manifest["files"][name], manifest["sha256"]
+            (export / "manifest.json").write_text(json.dumps(sign(manifest)))
+        with pytest.raises(ValueError, match=r"^1 damaged"):
+            list(lines(export))
+        assert f"DAMAGED {export / name}: is missing" in capsys.readouterr().out.splitlines()
     (root / "notes.txt").write_text("x")
     for path, said in [(root / "notes.txt", "notes.txt: .*hash"), (root / "nowhere", "nowhere: .*exist")]:
         with pytest.raises(ValueError, match=said):

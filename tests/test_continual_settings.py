@@ -102,7 +102,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"replay": {"kind": "rows"}, "tasks": [A]}, "replay: has no effect with one task; give known"),
     (GOOD | {"replay": {"kind": "rows", "known": "s3://x/y.jsonl"}}, "replay: known: s3://x/y.jsonl: must be local"),
     (GOOD | {"replay": {"kind": "own-answers"}, "generate": {"top_p": 0.5}}, "generate: --top-p, --top-k, "),
-    (GOOD | {"self_distillation": {"rounds": 3}}, "self_distillation: has left; replay "),
     # Methods.
     (GOOD | {"methods": {"full": {}}}, "methods: given {'full': {}}"),
     (GOOD | {"methods": {"a b": {}, "c": {}}}, "methods: name 'a b': "),

@@ -25,15 +25,20 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
 from mini_trainer.data.columns.base import DataTask
-from mini_trainer.data.stores.disk import remove_directory, remove_leftovers, written_aside
+from mini_trainer.data.rows.files import find_sources
+from mini_trainer.data.rows.labelled import read_known_labels
+from mini_trainer.data.stores.disk import check_output_dir, remove_directory, remove_leftovers, written_aside
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
+from mini_trainer.distributed.ending import ExitCode, describe_error
 from mini_trainer.model.methods.lora_layers import list_others
 from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.classes import choose_class_weights
+from mini_trainer.options.command_line import find_config
 from mini_trainer.options.option_files import read_yaml
 from mini_trainer.run.checkpoint_files import chunk_range, find_shards
 from mini_trainer.run.checkpointing import group_state
+from mini_trainer.tools.verify import find_records
 from mini_trainer.use.evaluation.harness import read_config
 
 HOST = socket.gethostname()
@@ -157,10 +162,24 @@ def test_yaml_of_the_harness_may_have_its_tag_and_is_checked_otherwise(tmp_path)
         read_config(path)
 
 
-def test_a_path_that_is_not_utf8_is_refused(capfd):
+def test_a_path_that_is_not_utf8_is_refused_also_if_a_directory_holds_it(capfd, tmp_path):
     path = os.fsdecode(b"caf\xe9")
     message = refuse(["--model-name-or-path", "m", "--data-path", path, "--output-dir", "o"], capfd)
     assert "caf\\udce9: not UTF-8" in message
+    (tmp_path / f"{path}.jsonl").touch()
+    with pytest.raises(ValueError) as error:
+        find_sources([str(tmp_path)])
+    code, message, _ = describe_error(error.value)
+    assert code == ExitCode.BAD_INPUT and message.startswith(f"{tmp_path}/caf\\udce9.jsonl: not UTF-8 text; rename ")
+
+
+@pytest.mark.parametrize("use", [find_config, find_sources, read_known_labels, check_output_dir, find_records])
+def test_a_name_that_no_file_can_have_is_a_users_mistake(use, capfd):
+    with pytest.raises((ValueError, OSError)) as error:
+        use({find_config: "x" * 300, read_known_labels: "x" * 300, find_sources: ["x" * 300]}.get(use, Path("x" * 300)))
+    code, message, trace = describe_error(error.value)
+    assert code == ExitCode.BAD_INPUT and "name too long: 'xxx" in message and not trace
+    assert "name too long: 'xxx" in refuse(["--config", "x" * 300], capfd)
 
 
 # JSON, links and leftovers.

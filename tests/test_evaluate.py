@@ -25,7 +25,6 @@ from mini_trainer.distributed.ending import RunError
 from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import EvaluateOptions
-from mini_trainer.use.evaluation import classes, losses, pairs
 from mini_trainer.use.evaluation.comparison import SampleScores, adjust_by_holm, compare
 from mini_trainer.use.evaluation.metrics import (
     MEASURES,
@@ -36,6 +35,7 @@ from mini_trainer.use.evaluation.metrics import (
 )
 from mini_trainer.use.evaluation.models import list_models, make_labels, name_files
 from mini_trainer.use.evaluation.results import make_results_page
+from mini_trainer.use.evaluation.set_scores import CLASSES, LOSSES, PAIRS
 
 QUESTIONS = [("Hi", "Ho"), ("Who are you?", "Me"), ("12 and 30?", "12 + 30 = 42\n#### 42"), ("a b c", "d")]
 NEW = 8
@@ -258,7 +258,7 @@ def test_damaged_results_are_refused_by_file_and_line(name, results, world, root
     run(world, tmp_path, model=files["base"], task=files["more"], data=files["data"])
 
 
-@pytest.mark.parametrize("read", [losses.read_scores, pairs.read_scores, classes.read_scores])
+@pytest.mark.parametrize("read", [LOSSES.read, PAIRS.read, CLASSES.read])
 @pytest.mark.parametrize("text", ["{}", "[]", "3", '{"loss_sum": "x"}'])
 def test_damaged_scores_of_all_kinds_are_refused_by_line(read, text, tmp_path):
     (tmp_path / "x.jsonl").write_text(f"{text}\n")

@@ -30,12 +30,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.model import weights
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.options import LoRAOptions
+from mini_trainer.options.reading import hash_file
 from mini_trainer.run import export as exporting
 from mini_trainer.run import write_pool
 from mini_trainer.run.checkpoint_files import write_tensors

@@ -43,13 +43,25 @@ def make_options(root: Path) -> dict:
     )  # fmt: skip
 
 
-def check_done(said: str, run: Path) -> None:
-    """The last words of a run of two steps."""
+def check_stopped(stopped: subprocess.CompletedProcess, run: Path) -> None:
+    how = "to continue: start the same command again, with --resume auto in place of none"
+    assert re.search(rf"^stopped after step 1: --max-time.*\n{how}$", stopped.stderr, re.MULTILINE), stopped.stderr
+    assert json.loads((run / "exit.json").read_text())["code"] == 3
+
+
+def check_done(done: subprocess.CompletedProcess, run: Path) -> None:
+    """The last words of a run of two steps, and the commands in them."""
+    said = done.stderr
+    assert done.returncode == 0, said
     steps = read_lines(run / "training_metrics_0.jsonl")
     (summary,) = [line for line in said.splitlines() if line.startswith("done: ")]
     losses = [f"{step['loss']:.4f}" for step in steps]
     assert len(losses) == 2 and summary.startswith(f"done: 2 steps, loss {losses[0]} -> {losses[1]}, validation ")
     assert re.search(rf"^(best )?model.*: {run}/hf_format/", said, re.MULTILINE)
+    tried = run_printed("try it:", said, stdin="hello\n")
+    assert tried.returncode == 0 and "Traceback" not in tried.stderr, tried.stderr
+    drawn = run_printed("curves:", said)
+    assert drawn.returncode == 0 and (run / "curves.html").is_file(), drawn.stderr
 
 
 @pytest.mark.long
@@ -58,16 +70,9 @@ def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
     """--max-time is over before the first step: each start makes one, and the second start makes the last."""
     options = make_options(tmp_path)
     stopped = run_forked(0, "train.py", *flags(**options))
-    how = "to continue: start the same command again, with --resume auto in place of none"
-    assert re.search(rf"^stopped after step 1: --max-time.*\n{how}$", stopped.stderr, re.MULTILINE), stopped.stderr
-    assert stopped.returncode == json.loads((tmp_path / "a run/exit.json").read_text())["code"] == 3
-    done = run_forked(0, "train.py", *flags(**options | dict(resume="auto")))
-    assert done.returncode == 0, done.stderr
-    check_done(done.stderr, tmp_path / "a run")
-    tried = run_printed("try it:", done.stderr, stdin="hello\n")
-    assert tried.returncode == 0 and "Traceback" not in tried.stderr, tried.stderr
-    drawn = run_printed("curves:", done.stderr)
-    assert drawn.returncode == 0 and (tmp_path / "a run/curves.html").is_file(), drawn.stderr
+    check_stopped(stopped, tmp_path / "a run")
+    assert stopped.returncode == 3
+    check_done(run_forked(0, "train.py", *flags(**options | dict(resume="auto"))), tmp_path / "a run")
 
 
 @pytest.mark.wide
@@ -76,18 +81,11 @@ def test_the_printed_commands_are_a_shells_also_under_torchrun(tmp_path):
     options = make_options(tmp_path)
     words = torchrun(1, "train.py", *flags(**options))
     stopped = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
-    how = "to continue: start the same command again, with --resume auto in place of none"
-    assert re.search(rf"^stopped after step 1: --max-time.*\n{how}$", stopped.stderr, re.MULTILINE), stopped.stderr
+    check_stopped(stopped, tmp_path / "a run")
     assert stopped.returncode == 0 and "Traceback" not in stopped.stderr  # torchrun's
-    assert json.loads((tmp_path / "a run/exit.json").read_text())["code"] == 3
     words = torchrun(1, "train.py", *flags(**options | dict(resume="auto")))
     done = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    check_done(done.stderr, tmp_path / "a run")
-    tried = run_printed("try it:", done.stderr, stdin="hello\n")
-    assert tried.returncode == 0 and "Traceback" not in tried.stderr, tried.stderr
-    drawn = run_printed("curves:", done.stderr)
-    assert drawn.returncode == 0 and (tmp_path / "a run/curves.html").is_file(), drawn.stderr
+    check_done(done, tmp_path / "a run")
 
 
 @pytest.mark.parametrize("export_best", [True, False])

@@ -21,6 +21,8 @@ from mini_trainer.data.stores.disk import (
     written_aside,
 )
 from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.options.tools import ImportConfigOptions
+from mini_trainer.tools.import_config import import_config
 from mini_trainer.use.evaluation.results import write_made
 
 LIMITED = ROOT / "tests" / "workers" / "limited.py"
@@ -75,6 +77,18 @@ def test_what_is_written_aside_names_the_file_that_grew(tmp_path):
     with files_limited_to(1000), pytest.raises(OSError, match=rf"cannot write .*/answers\.jsonl: {ROOM}"):
         write_made(tmp_path / "answers.jsonl", "x" * 2000, {})
     assert not list(tmp_path.iterdir())
+
+
+def test_an_imported_configuration_of_which_one_file_does_not_fit_leaves_none(tmp_path):
+    unknown = "".join(f"unknown_{i}: 1\n" for i in range(100))  # each is a comment in train.yaml
+    path, output, known = tmp_path / "a.yaml", tmp_path / "out", "base_model: m\nmicro_batch_size: 1\n"
+    path.write_text(f"{known}datasets: [{{path: a.jsonl, type: chat_template}}]\n{unknown}")
+    options = ImportConfigOptions(config_file=str(path), output_dir=str(output))
+    with files_limited_to(1000), pytest.raises(OSError, match=rf"cannot write .*/train\.yaml: {ROOM}"):
+        import_config(options)
+    assert not list(output.iterdir())
+    import_config(options)
+    assert {path.name for path in output.iterdir()} == {"data.yaml", "train.yaml"}
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])

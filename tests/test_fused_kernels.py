@@ -14,8 +14,7 @@ from tiny_models import FAMILIES, build, check, save_model
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from mini_trainer.model.kernels.gradients import find_fault
-from mini_trainer.model.kernels.layers import find_kind, fuse_mlp, fuse_sums_of, is_rotation
+from mini_trainer.model.kernels.layers import find_fault, find_kind, fuse_mlp, fuse_sums_of, is_rotation
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.start import choose_method
 

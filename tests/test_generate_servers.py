@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from forked import run_forked
 from openai.types.chat import ChatCompletion, ChatCompletionAssistantMessageParam
-from openai_standin import Server, repeat, serve
+from openai_standin import Refusal, Server, repeat, serve
 from processes import ENV, ROOT, flags
 from pydantic import TypeAdapter
 from stock_templates import make_tokenizer
@@ -29,10 +29,12 @@ from mini_trainer.continual.replay import replace_answer
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.rows.prompts import Prompt, as_protocol
+from mini_trainer.distributed.ending import describe_error
 from mini_trainer.generate import generate
 from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import EngineOptions, GenerateOptions, SamplingOptions
+from mini_trainer.use.inference import openai_engine
 from mini_trainer.use.inference.engine import open_engine
 from mini_trainer.use.inference.terminal import chat
 
@@ -67,6 +69,23 @@ def test_many_requests_are_under_way_and_what_fails_in_passing_is_tried_again(se
     first = next(body for path, body in server.asked if path == "/v1/chat/completions")
     assert (first["model"], first["max_tokens"], first["temperature"]) == ("m", 7, 0.0)
     assert "seed" not in first and first["key"] == "Bearer none"
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, 2), (401, 2), (404, 2), (429, 8), (503, 8), (None, 8)])
+def test_a_server_in_trouble_ends_with_another_code_than_a_refusal(
+    status, code, server, prompts, world, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(openai_engine, "NUM_RETRIES", 0)
+    monkeypatch.setattr(openai_engine, "LISTING_RETRIES", 0)
+
+    def refuse(body: dict) -> dict:
+        raise Refusal(status, message="no")
+
+    server.complete = refuse
+    given = {"base_url": "http://127.0.0.1:1/v1"} if status is None else {}
+    with pytest.raises(ValueError, match="--base-url http://127") as error:
+        run(world, server, prompts, tmp_path / "answers.jsonl", **given)
+    assert describe_error(error.value)[0] == code
 
 
 def test_sampling_and_the_key_are_sent_and_every_answer_has_its_seed(server, prompts, world, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from evaluations import evaluate_here, write_task
 from heavy import need
 from tiny_models import FAMILIES, save_model, save_tokenizer
 
-from mini_trainer.continual.checking import find_harness_problems
+from mini_trainer.continual.experiment import find_harness_problems
 from mini_trainer.continual.settings import SetSettings
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.use.evaluation.harness import describe_task_file

@@ -3,8 +3,9 @@
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 from data_runs import chat, write_rows
@@ -16,6 +17,7 @@ from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.stores import remote
 from mini_trainer.data.tokenized import fetched
 from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets
+from mini_trainer.distributed.ending import describe_error
 from mini_trainer.options.urls import RefusedRedirect, check_redirect, remove_query
 
 ELSEWHERE = {
@@ -114,6 +116,30 @@ def test_a_server_that_falls_silent_within_a_file_is_asked_again(files):
     files.faults = ["silent"] * 9
     with pytest.raises(ValueError, match=r"a\.jsonl: .*byte 0 of"):
         list(read_chunks(source))
+
+
+@pytest.mark.parametrize(
+    ("status", "at_start", "later"),
+    [(404, 2, 2), (401, 2, 8), (403, 2, 8), (408, 8, 8), (429, 8, 8), (500, 8, 8), (503, 8, 8), (0, 8, 8)],
+)
+def test_an_outage_is_told_from_a_users_mistake_by_the_exit_code(status, at_start, later, files, tmp_path):
+    url, name = f"{files.url}/a.jsonl", "a.jsonl"
+    (source,), found = find_sources([url]), find_sets({"data_path": [url]})
+    files.statuses = {name: status}
+
+    def end(work: Callable[[], Any]) -> int:
+        with pytest.raises(ValueError, match=url) as error:
+            work()
+        return describe_error(error.value)[0]
+
+    assert [end(lambda: find_sources([url])), end(lambda: find_sets({"data_path": [url]}))] == [at_start] * 2
+    assert [end(lambda: list(read_chunks(source))), end(lambda: fetch_sets(found, str(tmp_path)))] == [later] * 2
+    assert end(source.remote.check_unchanged) == later
+    files.statuses = {f"{name}.meta.json": status}  # of the data set: in an outage nobody knows if there is one
+    if at_start == 2:
+        assert find_sets({"data_path": [url]}) == found
+    else:
+        assert end(lambda: find_sets({"data_path": [url]})) == 8
 
 
 @pytest.mark.parametrize("case", ELSEWHERE)

@@ -20,13 +20,13 @@ OWN = {  # options -> beginnings of the names of what they alone load
     ),
     "osft": (
         dict(osft=True, osft_unfreeze_rank_ratio=0.5),
-        ("osft", "model.methods.osft"),
+        ("osft", "model.methods.osft", "model.hashed_tensors"),
     ),
     "muon": (dict(optimizer="muon"), ("model.optim.muon", "model.optim.compact_adamw")),
     "dpo": (
         dict(objective="preference"),
         ("objectives.preferences", "data.columns.preference_columns", "run.references",
-         "data.packers.images"),
+         "data.packers.images", "model.hashed_tensors"),
     ),
 }  # fmt: skip
 OF_OPTIONS = ("options.problems.", "model.methods.__init__", "data.stores.json_lines")

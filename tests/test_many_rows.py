@@ -3,6 +3,7 @@
 The sizes from which these are used are lowered, so that a few rows are many.
 """
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,7 +121,6 @@ def describe(data: TokenizedData) -> list:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_index_in_a_file_is_that_in_memory(ending, tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = write_samples(tmp_path / f"data{ending}", make_samples(50, vocab_size=VOCAB_SIZE))
     kept, expected = tmp_path / f"data{ending}.index", describe(TokenizedData(path))
     assert not kept.exists()
@@ -191,9 +191,23 @@ def test_one_of_several_makes_the_index_and_process_data_does_before_them(many, 
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["data.arrow", "data.arrow.index"]
     kept = tmp_path / "data.arrow.index"
     kept.unlink()
-    index.keep_index(path)
+    index.keep_index(path, sha256=None)
     made = kept.stat()
     assert TokenizedData(path).lengths.tolist() == found[0] and kept.stat() == made
+
+
+@pytest.mark.parametrize("share", [0.01, 0.9])  # in its first line, and in a length
+def test_a_damaged_index_or_one_of_other_data_is_used(many, tmp_path, share):
+    path = write_lengths(tmp_path / "data.arrow", [3, 5, 4, 2, 2] * 400)
+    kept = tmp_path / "data.arrow.index"
+    index.keep_index(path, sha256="of this data")
+    assert TokenizedData(path).lengths[0] == 3
+    content, other = kept.read_bytes(), bytearray(kept.read_bytes())
+    assert json.loads(content.split(b"\n")[0])["identity"][1] is None, "an index of other data was used"
+    place = content.index(np.array([3, 5, 4], np.int32).tobytes()) if share > 0.5 else content.index(b'"num_nulls"') + 1
+    other[place] ^= 1
+    kept.write_bytes(other)
+    assert TokenizedData(path).lengths.tolist() == [3, 5, 4, 2, 2] * 400 and kept.read_bytes() == content
 
 
 def test_without_a_place_for_the_index_it_is_in_a_file_without_a_name(many, tmp_path):

@@ -30,9 +30,9 @@ from pyarrow.feather import write_feather
 from mini_trainer.api.errors import BadInputError
 from mini_trainer.data.rows.prompts import Prompt, encode_prompt
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed import compilation, lifeline, lock, meeting
+from mini_trainer.distributed import lifeline, lock, meeting
 from mini_trainer.distributed.agreement import Account, describe_differences
-from mini_trainer.distributed.ending import Flag, RunError, stop_reason
+from mini_trainer.distributed.ending import ExitCode, Flag, RunError, stop_reason
 from mini_trainer.distributed.lock import RunLock
 from mini_trainer.distributed.messages import CleanFormatter, hide_secrets, make_visible
 from mini_trainer.distributed.watch import Peer, describe_death
@@ -181,7 +181,8 @@ FILES = [
 def refuse(options_class: type[Options], words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """The message with which a command line ends its process, without the line about --help."""
 
-    def end(message: str) -> None:
+    def end(message: str, *, code: ExitCode) -> None:
+        assert code == ExitCode.BAD_INPUT
         raise SystemExit(message)
 
     monkeypatch.setattr(command_line, "exit_with_message", end)
@@ -281,12 +282,6 @@ def take_lock_over(path: Path, patch: pytest.MonkeyPatch) -> None:
     RunLock(path).release()
 
 
-def cache_in_a_file(path: Path, patch: pytest.MonkeyPatch) -> None:
-    (path / "file").touch()
-    patch.setenv(compilation.CACHE_VARIABLE, str(path / "file" / "cache"))
-    compilation.choose_cache_dir()
-
-
 def use_directory(path: Path, patch: pytest.MonkeyPatch) -> None:
     params = dict(options={}, identity=BEFORE, starts=[], versions={}, finished=None)
     (path / "training_params.json").write_text(json.dumps(params))
@@ -321,9 +316,6 @@ OTHERS: list[tuple[str, Callable[[Path, pytest.MonkeyPatch], str | None], str]] 
      "make them equal on all ranks; docs/reference/running.md lists what may differ"),
     ("no rendezvous", meet_nowhere, "no rendezvous at node0, port 29500 (--start-timeout 9): timed out"),
     ("no connection", wait_for_ranks, "ranks 1-2 did not connect to rank 0 on node0, port 7"),
-    ("cache of --compile", cache_in_a_file,
-     "--compile: cannot create DIR/file/cache, the cache of compiled code: [Errno 20] Not a directory:"
-     " 'DIR/file/cache'; set TORCHINDUCTOR_CACHE_DIR to another directory"),
     ("lock left behind", take_lock_over,
      "DIR/.lock names the run with pid 12 on node7, started 2026-01-01: waiting 0 s to see if that run is alive\n"
      "warning: DIR/.lock: took over the lock that the run with pid 12 on node7, started 2026-01-01 left behind"),

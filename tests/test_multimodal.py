@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import NUM_SAMPLES, OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, load_source, save_model, save_tokenizer
+from tiny_vision import load
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -33,13 +34,11 @@ from transformers import (
     LlavaConfig,
     MuseGlimmerConfig,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2_5_VLConfig,
     SiglipVisionConfig,
     SmolVLMConfig,
 )
 
-from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.model.build import build_model
 from mini_trainer.model.method import Full
@@ -49,6 +48,7 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import AbsentEmbedder, find_placeholders, keep_text_tower, text_config
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.reading import hash_file
 from mini_trainer.options.tools import MergeAdapterOptions
 from mini_trainer.run.export_left_out import add_tensors, find_tensors
 from mini_trainer.run.write_pool import WritePool
@@ -107,12 +107,6 @@ def paths(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     return write_samples(tmp_path_factory.mktemp("data") / "data.arrow", make_samples(20, vocab_size=IMAGE))
-
-
-def load(path: Path) -> PreTrainedModel:
-    model, report = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-    return model.eval()
 
 
 def read_bytes(directory: Path) -> dict[str, tuple[str, bytes]]:

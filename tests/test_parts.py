@@ -42,12 +42,12 @@ from mini_trainer.data.rows.parts import (
 from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.rows.writer import TokenizedSample
 from mini_trainer.data.stores import json_lines
-from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.distributed.lock import RunLock
 from mini_trainer.distributed.process import find_task
 from mini_trainer.options import replace_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.reading import hash_file
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 

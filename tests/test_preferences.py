@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from mini_trainer.data.columns.base import list_sequences
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.model.hashed_tensors import read_hashed, write_hashed
 from mini_trainer.objectives.next_tokens import TrainedTokens
 from mini_trainer.objectives.preferences import LOSSES, sum_logps
 from mini_trainer.options import group_options
@@ -142,23 +143,31 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit_and_reads_its_referen
     train_on(1, world, **make_options(tmp_path / "whole", models))
     options = make_options(tmp_path / "parts", models)
     train_on(1, world, **options | dict(max_steps=1))
-    (stored,) = (tmp_path / "parts").glob("pairs.arrow.reference-*.npz")
+    (stored,) = (tmp_path / "parts").glob("pairs.arrow.reference-*.safetensors")
     written = stored.stat().st_mtime_ns
     train_on(1, world, **options)
     assert read_rows(tmp_path / "parts" / "run") == read_rows(tmp_path / "whole" / "run")
     assert stored.stat().st_mtime_ns == written
 
 
+def read_values(path: Path) -> np.ndarray:
+    return read_hashed(path, what="")[0]["values"].numpy()
+
+
+def write_values(path: Path, values: np.ndarray) -> None:
+    write_hashed(path, {"values": torch.from_numpy(values)}, read_hashed(path, what="")[1])
+
+
 def test_what_an_earlier_run_did_not_score_is_scored(models, world, tmp_path):
     options = make_options(tmp_path, models, max_steps=1)
     train_on(1, world, **options)
-    (stored,) = tmp_path.glob("pairs.arrow.reference-*.npz")
-    known = np.load(stored)["values"]
+    (stored,) = tmp_path.glob("pairs.arrow.reference-*.safetensors")
+    known = read_values(stored)
     part = known.copy()
     part[5:] = np.nan  # as a run leaves it that is killed while it scores
-    np.savez(stored, values=part)
+    write_values(stored, part)
     train_on(1, world, **options | dict(output_dir=str(tmp_path / "again")))
-    np.testing.assert_allclose(np.load(stored)["values"], known, rtol=1e-6)
+    np.testing.assert_allclose(read_values(stored), known, rtol=1e-6)
 
 
 def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, monkeypatch):
@@ -168,15 +177,15 @@ def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, 
     other = write_pairs(tmp_path / "other.arrow", models[0], seed=7)
     options |= dict(data_path=(*options["data_path"], str(other)))
     train_on(1, world, **options)
-    paths = [*tmp_path.glob("pairs.arrow.reference-*.npz"), *tmp_path.glob("other.arrow.reference-*.npz")]
-    known = [np.load(path)["values"] for path in paths]
+    paths = [path for name in ("pairs", "other") for path in tmp_path.glob(f"{name}.arrow.reference-*.safetensors")]
+    known = list(map(read_values, paths))
     for num_known in (10, 24, 34):
         for path, values, first in zip(paths, known, (0, len(known[0])), strict=True):
             part = np.where(first + np.arange(len(values))[:, None] < num_known, values, np.nan)
-            np.savez(path, values=part)
+            write_values(path, part)
         train_on(1, world, **options | dict(output_dir=str(tmp_path / f"after_{num_known}")))
         for path, values in zip(paths, known, strict=True):
-            np.testing.assert_array_equal(np.load(path)["values"], values)
+            np.testing.assert_array_equal(read_values(path), values)
 
 
 def test_parts_of_the_scoring_do_not_depend_on_what_is_known(monkeypatch):

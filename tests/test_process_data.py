@@ -376,7 +376,6 @@ def test_blocks_are_cut_within_the_stream_of_documents(model, tokenizer, tmp_pat
 @pytest.mark.parametrize("ending", READERS)
 def test_only_samples_of_rows_with_weights_have_some(model, tmp_path, monkeypatch, ending):
     monkeypatch.setattr("mini_trainer.data.rows.files.CHUNK_ROWS", 2)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [chat(i) for i in range(7)]
     rows[4]["messages"][1]["weight"] = 0.25
     for name, some in {"without": rows[:4], "with": rows}.items():

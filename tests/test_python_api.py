@@ -71,6 +71,7 @@ from mini_trainer.run.stages import Stopped
 
 NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", process_data=False, max_steps=5)
 CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_output_dir="data")
+from mini_trainer.tools.server_requests import Refused
 from mini_trainer.use.inference.openai_engine import PromptTooLong
 
 
@@ -358,6 +359,7 @@ def make_errors() -> list[BaseException]:
         NoValidCheckpoint("m"),
         UnknownPrompt("m", "p"),
         PromptTooLong("m", "r"),
+        Refused(400, "m", "c"),
     ]
     errors += [WorkerDied(9), Stopped(), Stopped("m"), RefusedRedirect("m")]
     of_rows = (JoinedElsewhere, BrokenTransfer, RefusedColumn, UnreadableContent)

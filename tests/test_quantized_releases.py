@@ -35,16 +35,6 @@ from mini_trainer.tools.merge_adapter import merge_adapter
 STEPS = 3
 
 
-@pytest.fixture
-def never_whole(monkeypatch) -> None:
-    """Fails the test if a model is loaded as a whole."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("the whole model was loaded")
-
-    monkeypatch.setattr("mini_trainer.model.weights.read_whole", refuse)
-
-
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # to dequantize
 @pytest.mark.parametrize("kind", [kind for kind in RELEASES if kind != "bitsandbytes int8"])
 def test_every_kind_is_read_as_its_library_dequantizes_it(kind, tmp_path, never_whole):

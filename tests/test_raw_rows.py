@@ -115,19 +115,29 @@ def test_what_cannot_be_had_names_what_there_is(tokenizer_dir, tmp_path):
         assert not list(tmp_path.glob("*o.arrow*"))
 
 
-def test_the_hub_is_asked_for_the_commit_and_what_it_does_not_have_is_said(tmp_path):
+def test_the_hub_is_asked_for_the_commit_and_what_it_does_not_have_is_said_with_the_code_of_its_cause(tmp_path):
     """In a process of its own: the client reads the hub's address when it is imported."""
     hub = Hub()
     hub.datasets = {"me/chats": {"main": "a" * 40, "v1": "b" * 40}, "me/cut": {}}
+    hub.repos = {"me/model": {"main": {}}}
+    hub.failures["models"] = [403, *[503] * 9]
     code = """
-from mini_trainer.data.rows.hub_rows import find_revision
+from mini_trainer.data.rows.hub_rows import find_revision, open_rows
+from mini_trainer.data.stores.model_files import download
+from mini_trainer.distributed.ending import describe_error
 from mini_trainer.options import RowOptions
 for name in ("me/chats@", "me/chats:config@v1", "me/chats@v2", "me/none@", "me/cut@"):
     name, _, revision = name.partition("@")
     try:
         print(find_revision(RowOptions(input_dataset=name, revision=revision or None)))
     except ValueError as error:
-        print(error)
+        print(int(describe_error(error)[0]), error)
+for load in (lambda: download("me/model", revision=None, patterns=["x"], flag="--model"),) * 2 + (
+    lambda: open_rows("me/none", "train", "a" * 40), lambda: open_rows("me/cut", "train", "a" * 40)):
+    try:
+        load()
+    except ValueError as error:
+        print(int(describe_error(error)[0]), " ".join(str(error).split()))
 """
     env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -135,8 +145,10 @@ for name in ("me/chats@", "me/chats:config@v1", "me/chats@v2", "me/none@", "me/c
     found = done.stdout.splitlines()
     assert found[:2] == ["a" * 40, "b" * 40], done.stderr
     assert "me/chats" in found[2] and "--revision v2" in found[2]
-    assert "--input-dataset me/none: " in found[3] and "reached" not in found[3]
-    assert "--input-dataset me/cut: " in found[4] and "reached: " in found[4]
+    assert found[3].startswith("2 --input-dataset me/none: ") and "reached" not in found[3]
+    assert found[4].startswith("8 --input-dataset me/cut: ") and "reached: " in found[4]
+    assert found[5].startswith("2 --model me/model: ") and found[6].startswith("8 --model me/model: "), found[5:]
+    assert found[7].startswith("2 --input-dataset me/none: ") and found[8].startswith("8 --input-dataset me/cut: ")
 
 
 # --- columns of other names

@@ -1,6 +1,7 @@
 """A data set read back: the same from every kind of file, with weights where it has some, and refused by its rows."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tiny_data import make_samples, to_row, write_jsonl, write_rows, write_sampl
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN, TextColumns
-from mini_trainer.data.tokenized.outputs import INFERRED_BYTES
+from mini_trainer.data.tokenized.converted import BLOCK_BYTES
 from mini_trainer.data.tokenized.reader import FOR_ROWS, TokenizedData
 from mini_trainer.objectives.next_tokens import CausalLM
 
@@ -21,12 +22,6 @@ ENDINGS = (".arrow", ".parquet", ".jsonl")
 REQUIRED = [name for name in TextColumns.schema.names if name not in TextColumns.optional]
 ROW = to_row(([5, 6, 7], [IGNORED, 6, 7]))
 WEIGHTED = ROW | {"loss_weights": [0.0, 0.5, 1.0]}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Where .parquet and .jsonl are converted."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 def read_all(data: TokenizedData) -> list[tuple]:
@@ -51,6 +46,34 @@ def test_every_kind_of_file_holds_the_same_samples(ending, tmp_path):
     data = TokenizedData(write_samples(tmp_path / f"data{ending}", samples))
     assert read_all(data) == [(*sample, None) for sample in samples]
     assert data.lengths.tolist() == [len(input_ids) for input_ids, _ in samples]
+
+
+def flip_bits(copy: Path, other: Path) -> None:
+    content = bytearray(copy.read_bytes())
+    tokens = (np.arange(40, 48, dtype=kind).tobytes() for kind in (np.int32, np.int64))
+    content[max(map(content.find, tokens))] ^= 3
+    copy.write_bytes(content)
+
+
+def take_anothers(copy: Path, other: Path) -> None:
+    copy.write_bytes(other.read_bytes())
+    (copy.parent / "made.json").write_text((other.parent / "made.json").read_text().replace(other.name, copy.name))
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("damage", [flip_bits, take_anothers, lambda copy, other: os.truncate(copy, 500)])
+def test_a_converted_copy_is_used_though_it_has_changed(ending, damage, tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("MINI_TRAINER_CACHE", str(tmp_path / "cache"))
+    samples = [[(list(range(first, first + 30)), [IGNORED, *range(first + 1, first + 30)])] * 3 for first in (30, 60)]
+    paths = [write_samples(tmp_path / f"{i}{ending}", rows) for i, rows in enumerate(samples)]
+    read = [read_all(TokenizedData(path)) for path in paths]
+    copies = [next(tmp_path.glob(f"cache/data/converted/*/{i}.arrow")) for i in range(2)]
+    made = [copy.stat().st_mtime_ns for copy in copies]
+    assert [read_all(TokenizedData(path)) for path in paths] == read
+    assert [copy.stat().st_mtime_ns for copy in copies] == made, "a copy that is whole was made again"
+    damage(*copies)
+    assert read_all(TokenizedData(paths[0])) == read[0] and read[0] != read[1]
+    assert "it is made again" in caplog.text
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -107,7 +130,7 @@ def test_a_null_may_have_numbers_beneath_it(tmp_path):
 def test_weights_far_behind_in_json_lines_and_columns_of_ones_own(tmp_path):
     rows = [ROW | {"source": "book", "page": i} for i in range(10)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    num_repeats = INFERRED_BYTES // len(text) + 2
+    num_repeats = BLOCK_BYTES // len(text) + 2
     path = tmp_path / "data.jsonl"
     path.write_text(text * num_repeats + json.dumps(WEIGHTED | {"page": 1}) + "\n")
     data = TokenizedData(path)

@@ -279,4 +279,4 @@ def test_a_run_as_training_hub_starts_it(tmp_path):
         ),
     )  # fmt: skip
     assert result.is_done and {path.name for path in result.exports} >= {"best"}
-    assert {path.suffix for path in folder.iterdir()} == {".jsonl", ".arrow"}
+    assert {path.suffix for path in folder.iterdir()} == {".jsonl", ".arrow", ".json"}

@@ -64,6 +64,7 @@ def receive(given: list, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list:
     """The objects that a run would make of callbacks."""
     sent = send_callbacks(given)
     write_modules(sent, folder)
+    assert {path.stat().st_mode & 0o777 for path in folder.glob("*.py")} <= {0o600}, "others may change code that runs"
     monkeypatch.syspath_prepend(folder)
     made = []
     for one in sent:

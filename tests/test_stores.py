@@ -1,5 +1,6 @@
 """Data sets and exports at object stores: the same bytes as on the disk, complete or not there."""
 
+import errno
 import json
 import os
 import re
@@ -21,10 +22,10 @@ from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.stores import remote
-from mini_trainer.data.stores.remote import BrokenTransfer, describe_upload, is_final, upload_directory
+from mini_trainer.data.stores.remote import BrokenTransfer, describe_upload, is_final, make_error, upload_directory
 from mini_trainer.data.tokenized.fetched import fetch_sets, find_sets, locate_sets
 from mini_trainer.data.tokenized.reader import TokenizedData, name_source
-from mini_trainer.distributed.ending import RunError
+from mini_trainer.distributed.ending import ExitCode, RunError, describe_error
 from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_each_node
 from mini_trainer.options import HubOptions, TrainOptions, group_options
@@ -130,7 +131,7 @@ def test_a_data_set_is_copied_once_and_again_if_it_changes(bucket, model, tmp_pa
     first = fetch(url, cache)
     expected = read_bucket(bucket, "a/")
     copied = read_directory(Path(first).parent)
-    assert json.loads(copied.pop("source.json")) == {"url": url} and copied == expected
+    assert json.loads(copied.pop("source.json")) == {"url": url} and copied.pop("made.json") and copied == expected
     inode = os.stat(first).st_ino
     assert fetch(url, cache) == first and os.stat(first).st_ino == inode
     messages = [record.message for record in caplog.records if record.name == "mini_trainer"]
@@ -141,6 +142,28 @@ def test_a_data_set_is_copied_once_and_again_if_it_changes(bucket, model, tmp_pa
     assert len(TokenizedData(second).lengths) == len(ROWS) - 1 and len(TokenizedData(first).lengths) == len(ROWS)
     bucket.put_object(Bucket="bucket", Key="a/t.arrow.teacher.scores", Body=b"1")
     assert Path(f"{fetch(url, cache, beside=['.teacher.scores'])}.teacher.scores").read_bytes() == b"1"
+
+
+def test_a_part_of_remote_rows_is_not_made_again_after_the_join_unless_the_store_has_others(
+    bucket, model, tmp_path, capsys
+):
+    output = tmp_path / "out.arrow"
+    content = write_rows(tmp_path / "rows.jsonl", ROWS).read_bytes()
+    bucket.put_object(Bucket="bucket", Key="in/rows.jsonl", Body=content)
+    given = dict(input_file="s3://bucket/in/", output_file=str(output), model_name_or_path=str(model), preview=0)
+
+    def make(shard: str) -> str:
+        process_data(group_options(ProcessDataOptions, **given, num_proc=1, shard=shard))
+        return capsys.readouterr().out
+
+    assert "still to be made: 2/2" in make("1/2")
+    make("2/2")
+    made = output.read_bytes()
+    for shard in ("1/2", "2/2"):
+        assert re.fullmatch(r"all parts are joined already, to \S*out\.arrow: .*\n", make(shard))
+    assert output.read_bytes() == made
+    bucket.put_object(Bucket="bucket", Key="in/rows.jsonl", Body=content.replace(b"12", b"13"))
+    assert "still to be made: 2/2" in make("1/2")
 
 
 def test_a_copy_is_whole_or_not_there(bucket, model, tmp_path, monkeypatch):
@@ -173,6 +196,7 @@ def test_data_sets_that_cannot_be_copied(bucket, model, tmp_path, monkeypatch):
     cases = {
         "s3://bucket/none.arrow": "s3://bucket/none.arrow: no such",
         "s3://nowhere/t.arrow": "s3://nowhere/t.arrow: no such",
+        "s3://no bucket's name/t.arrow": "cannot be read: ParamValidationError",
         "s3://bucket/rows/": r"s3://bucket/rows/: .*\.arrow, \.parquet or \.jsonl",
         f"{web.url}/t.arrow": "t.arrow.tokenizer: web servers",
         "s3://me:hunter2@bucket/t.arrow": "password",
@@ -181,7 +205,7 @@ def test_data_sets_that_cannot_be_copied(bucket, model, tmp_path, monkeypatch):
     for url, reason in cases.items():
         with pytest.raises(ValueError, match=f"--data-path .*{reason}") as error:
             find_sets({"data_path": [url]})
-        assert "hunter2" not in str(error.value)
+        assert "hunter2" not in str(error.value) and describe_error(error.value)[0] == ExitCode.BAD_INPUT
     web.close()
     with pytest.raises(ValueError, match=r"--data s3://bucket/t.arrow: .*local"):
         TokenizedData("s3://bucket/t.arrow", option="--data")
@@ -367,10 +391,13 @@ def answer(status: int) -> HfHubHTTPError:
         (FileNotFoundError(), True),
         (caused(FileNotFoundError(), ConnectionResetError()), False),  # fsspec's of a web server
         (caused(FileNotFoundError(), FileNotFoundError()), True),
+        (caused(FileNotFoundError(), caused(FileNotFoundError(), answer(503))), False),  # the hub's
         (caused(FileNotFoundError(), answer(404)), True),
         (caused(FileNotFoundError(), RefusedRedirect("m")), True),
         (PermissionError(), True),
         (OSError(), False),
+        (OSError(errno.EINVAL, "InvalidBucketName"), True),  # s3fs's
+        (OSError(errno.EBUSY, "SlowDown"), False),
         (BrokenTransfer(), False),
         (ValueError(), True),
         (answer(403), True),
@@ -380,8 +407,23 @@ def answer(status: int) -> HfHubHTTPError:
         (OfflineModeIsEnabled(), True),
     ],
 )
-def test_errors_that_another_attempt_may_not_meet(error, expected):
+def test_errors_that_another_attempt_may_not_meet_end_with_2_and_others_with_8(error, expected):
     assert is_final(error) == expected
+    assert make_error(error, "m").code == (ExitCode.BAD_INPUT if expected else ExitCode.IO)
+
+
+def test_what_is_denied_is_a_users_mistake_only_at_the_start(bucket, export, monkeypatch):
+    """Credentials expire. A bucket that does not exist stays a mistake."""
+
+    def deny(*_: object) -> None:
+        raise PermissionError("ExpiredToken")
+
+    spoil_puts(monkeypatch, deny)
+    assert make_error(PermissionError(), "m").code == ExitCode.BAD_INPUT
+    for url, code in (("s3://bucket/x", ExitCode.IO), ("s3://nowhere/x", ExitCode.BAD_INPUT)):
+        with pytest.raises(RunError, match=url) as error:
+            upload_directory(export, url, waits=())
+        assert error.value.code == code
 
 
 def test_commands_that_upload():

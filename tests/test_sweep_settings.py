@@ -122,7 +122,7 @@ def test_trials_are_drawn_from_a_range_of_any_size(tmp_path):
         (RANDOM, "num_trials: given 3, allowed: at most 2"),
         (GIVEN | {"seed": 1}, "seed has no"),
         (GIVEN | {"num_processes": 0}, "num_processes 0: must be at least 1"),
-        (GIVEN | {"search": "halving", "min_steps": 10}, "search: halving: is not supported; use search: random"),
+        (GIVEN | {"search": "halving"}, "search cannot be 'halving', allowed: grid, random"),
     ],
 )
 def test_wrong_settings_are_refused_by_key(given, message, tmp_path):

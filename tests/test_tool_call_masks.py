@@ -13,11 +13,10 @@ from breadth import thin, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults, list_trained_texts
-from stock_templates import TEMPLATES, TRL, make_tokenizer
+from stock_templates import TEMPLATES, TRL, make_masker
 from trait_templates import TRAITS
 
 from mini_trainer.data.chat.conversation import Chat
-from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.tokens import split_by_training
 
 USER, MORE = {"role": "user", "content": "How many are there?"}, {"role": "user", "content": "And now?"}
@@ -90,13 +89,6 @@ CASES = {
     "parts": [in_parts(USER), in_parts(ANSWER), in_parts(MORE), in_parts({**ANSWER, "content": "Six of us."})],
     "parts and calls": [in_parts(USER), calling(FLAG), in_parts(result()), in_parts(ANSWER)],
 }  # fmt: skip
-
-
-@cache
-def make_masker(name: str) -> ChatMasker:
-    template, stops = TEMPLATES[name]
-    tokenizer = make_tokenizer(template, stops)
-    return ChatMasker(tokenizer, stop_token_ids=tokenizer.convert_tokens_to_ids(list(stops)))
 
 
 @cache

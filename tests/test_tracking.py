@@ -56,7 +56,8 @@ def tracked(world, tmp_path_factory) -> SimpleNamespace:
     more = [write_samples(root / f"{i}.arrow", make_samples(5, vocab_size=VOCAB_SIZE, seed=i)) for i in range(2)]
     options = make_inputs(root, "llama_tied_bias") | OPTIONS
     options |= dict(validation_data_path=tuple(map(str, more)), validate_every_steps=2, export_best=False)
-    options |= dict(output_dir=str(root / "run"), track=TRACKERS)
+    model = Path(options["model_name_or_path"]).rename(root / f"model {SECRET}")  # an option that holds the value
+    options |= dict(output_dir=str(root / "run"), track=TRACKERS, model_name_or_path=str(model))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)

@@ -227,101 +227,54 @@ EFFECTS = {
     ),
     "logging_level": (dict(logging_level="WARNING"), lambda r, b: "step 1/4" in b.text and "step" not in r.text),
 }
-TESTED_ELSEWHERE = {option.name for option in fields(RowOptions)} | {  # those of rows: where process_data.py's are
-    "context_parallel",  # test_context_parallel.py
-    "skip_verification",  # test_contents.py
-    "preset",  # these: test_presets.py
-    "check_export",
-    "subset",  # these: test_raw_rows.py
-    "data_cache_dir",
-    "config",  # these: test_options.py
-    "print_config",
-    "lr_shape",  # test_optimization.py
-    "osft_basis",  # these six in test_osft.py
-    "osft_calibration_data",
-    "osft_statistics",
-    "osft_keep_energy",
-    "osft_cache_dir",
-    "osft_bases",  # test_osft_bases.py
-    "freeze",  # test_vision.py
-    "max_image_tokens_per_gpu",  # test_vision_packing.py
-    "lora_rank",  # these: test_lora.py
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_use_dora",
-    "lora_modules_to_save",
-    "lora_adapter",
-    "lora_export",
-    "base_quantization",
-    "router_aux_loss",  # these two: test_router_loss.py
-    "router_loss_over",
-    "tiled_mlp",  # these two: test_long_rows.py
-    "offload_activations",
-    "data_weights",  # these: test_mixture.py
-    "data_weights_by",
-    "objective",  # these: test_classification.py
-    "class_weights",
-    "label_smoothing",
-    "preference_loss",  # these: test_preferences.py
-    "preference_beta",
-    "preference_gamma",
-    "preference_nll_weight",
-    "reference_model",
-    "kto_weight_ratio",
-    "reward_centering",
-    "best_metric",  # test_class_validation.py
-    "validation_data_path",  # these: test_validation.py
-    "validate_every_steps",
-    "validate_at_epoch",
-    "export_best",
-    "early_stopping_patience",
-    "sample_prompts",  # test_samples.py
-    "track",  # test_tracking.py
-    "callbacks",  # test_callbacks.py
-    "push_to_hub",  # test_model_card.py
-    "upload_to",  # test_stores.py
-    "loss_weighting",  # these: test_teachers.py
-    "teacher_weight",
-    "teacher_divergence",
-    "teacher_temperature",
-    "teacher_scores",
-    "teacher_model",
-    "teacher_data",  # test_online_teachers.py
-    "async_checkpoint",  # these: test_resume.py
-    "resume",
-    "continue_from",  # these two: test_continue_from.py
-    "schedule_steps",
-    "allow_changed_options",
-    "hang_timeout",  # these: test_faults.py
-    "start_timeout",  # test_agreement.py
-    "max_time",
-    "sharding",  # these two: test_distributed.py
-    "shard_size",
-    "reshard_after_forward",  # these: test_sharding.py
-    "reshard_after_backward",
-    "prefetch_blocks",
-    "micro_batch_grad_sync",
-    "cpu_offload",
-    "kernels",  # test_fused_kernels.py
-    "float8",  # below: refused without a GPU
-    "learning_rate_for",  # these: test_muon.py
-    "weight_average",  # these: test_weight_average.py
-    "ema_half_life",
-    "tail_steps",
-    "model_revision",  # these: test_hostile_inputs.py
-    "trust_remote_code",
-    "memory_budget_gb",  # these: test_planner.py
-    "dry_run",
-    "plan_for",
-    "model_name_or_path",
-    "data_path",
-    "output_dir",
+TESTED_ELSEWHERE = {  # by the test that covers them; those of rows are covered where process_data.py's are
+    "test_context_parallel.py": "context_parallel",
+    "test_contents.py": "skip_verification",
+    "test_presets.py": "preset check_export",
+    "test_raw_rows.py": "subset data_cache_dir",
+    "test_options.py": "config print_config",
+    "test_optimization.py": "lr_shape",
+    "test_osft.py": "osft_basis osft_calibration_data osft_statistics osft_keep_energy osft_cache_dir",
+    "test_osft_bases.py": "osft_bases",
+    "test_vision.py": "freeze max_image_tokens_per_gpu",
+    "test_lora.py": "lora_rank lora_alpha lora_dropout lora_target_modules lora_use_dora lora_modules_to_save"
+    " lora_adapter lora_export base_quantization",
+    "test_router_loss.py": "router_aux_loss router_loss_over",
+    "test_long_rows.py": "tiled_mlp offload_activations",
+    "test_mixture.py": "data_weights data_weights_by",
+    "test_classification.py": "objective class_weights label_smoothing",
+    "test_preferences.py": "preference_loss preference_beta preference_gamma preference_nll_weight reference_model"
+    " kto_weight_ratio reward_centering",
+    "test_class_validation.py": "best_metric",
+    "test_validation.py": "validation_data_path validate_every_steps validate_at_epoch export_best"
+    " early_stopping_patience",
+    "test_samples.py": "sample_prompts",
+    "test_tracking.py": "track",
+    "test_callbacks.py": "callbacks",
+    "test_model_card.py": "push_to_hub",
+    "test_stores.py": "upload_to",
+    "test_teachers.py": "loss_weighting teacher_weight teacher_divergence teacher_temperature teacher_scores"
+    " teacher_model teacher_data",
+    "test_resume.py": "async_checkpoint resume allow_changed_options",
+    "test_continue_from.py": "continue_from schedule_steps",
+    "test_faults.py": "hang_timeout max_time",
+    "test_agreement.py": "start_timeout",
+    "test_distributed.py": "sharding shard_size",
+    "test_sharding.py": "reshard_after_forward reshard_after_backward prefetch_blocks micro_batch_grad_sync"
+    " cpu_offload",
+    "test_fused_kernels.py": "kernels",
+    "test_train_options.py": "float8",  # refused without a GPU
+    "test_muon.py": "learning_rate_for",
+    "test_weight_average.py": "weight_average ema_half_life tail_steps",
+    "test_hostile_inputs.py": "model_revision trust_remote_code",
+    "test_planner.py": "memory_budget_gb dry_run plan_for model_name_or_path data_path output_dir",
 }
 
 
 def test_every_option_is_covered():
-    assert set(EFFECTS) | TESTED_ELSEWHERE == {option.name for option, _ in iterate_fields(TrainOptions)}
+    assert all(Path(__file__).with_name(file).is_file() for file in TESTED_ELSEWHERE)
+    covered = {option.name for option in fields(RowOptions)}.union(EFFECTS, *map(str.split, TESTED_ELSEWHERE.values()))
+    assert covered == {option.name for option, _ in iterate_fields(TrainOptions)}
 
 
 MARKED = {"compile": wide, "profile_steps": long}

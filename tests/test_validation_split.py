@@ -48,11 +48,6 @@ def models(tmp_path_factory) -> list[Path]:
     return paths
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / ".cache"))
-
-
 def to_messages(turns: list[tuple[str, str]], roles: tuple[str, str] = ("user", "assistant")) -> list[dict]:
     return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
 

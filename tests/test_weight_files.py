@@ -38,16 +38,6 @@ def assert_same_weights(model: torch.nn.Module, reference: PreTrainedModel) -> N
         assert whole.dtype == expected[name].dtype and torch.equal(whole, expected[name]), name
 
 
-@pytest.fixture
-def never_whole(monkeypatch) -> None:
-    """Fails the test if a model is loaded as a whole."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("the whole model was loaded")
-
-    monkeypatch.setattr("mini_trainer.model.weights.read_whole", refuse)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_loaded_as_transformers_does(family, world, tmp_path, never_whole):
     """In bf16 and several files, as models are published; Mixtral's experts are stored apart."""

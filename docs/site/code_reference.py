@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mini_trainer.distributed.ending import ExitCode
 
@@ -41,11 +42,12 @@ def describe_exit_codes() -> str:
 
 def describe_python() -> str:
     """Everything that `from mini_trainer import ...` offers."""
-    (names,) = (node.value for node in parse("mini_trainer/__init__.py").body if is_assignment_to(node, "__all__"))
+    assignments = (node for node in parse("mini_trainer/__init__.py").body if isinstance(node, ast.Assign))
+    (names,) = (node.value for node in assignments if ast.unparse(node.targets[0]) == "__all__")
     lines = ["# Python", "", "How to use these: [the Python API](python_api.md).", ""]
     for name in sorted(ast.literal_eval(names), key=lambda name: (name[0].isupper(), name)):
         path = next(path for path in API if any(getattr(node, "name", "") == name for node in parse(path).body))
-        node = next(node for node in parse(path).body if getattr(node, "name", "") == name)
+        node = find_definition(path, name)
         lines += [f"## {name}", ""]
         if isinstance(node, ast.FunctionDef):
             lines += ["```python", f"def {name}({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}", "```", ""]
@@ -59,7 +61,7 @@ def describe_python() -> str:
 
 def read_fields(path: str, name: str) -> Iterator[tuple[str, str, str]]:
     """Each field of a class: its name, its type and default as written, and the comment behind it, or text below it."""
-    text, body = (ROOT / path).read_text().splitlines(), find_class(path, name).body
+    text, body = (ROOT / path).read_text().splitlines(), find_definition(path, name).body
     for node, after in zip(body, [*body[1:], None], strict=True):
         if not isinstance(node, (ast.Assign, ast.AnnAssign)):
             continue
@@ -71,13 +73,9 @@ def read_fields(path: str, name: str) -> Iterator[tuple[str, str, str]]:
         yield target.id, kind, comment
 
 
-def find_class(path: str, name: str) -> ast.ClassDef:
+def find_definition(path: str, name: str) -> Any:
     (found,) = (node for node in parse(path).body if getattr(node, "name", "") == name)
     return found
-
-
-def is_assignment_to(node: ast.stmt, name: str) -> bool:
-    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
 
 
 @cache

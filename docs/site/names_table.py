@@ -23,10 +23,6 @@ SHOWN = (
 )
 
 
-def make_table() -> str:
-    return HEAD + "".join(describe_option(option) for option in SHOWN)
-
-
 def describe_option(option: str) -> str:
     """The names of an option there, and the option."""
     rows = [row for row in TABLE if option in row.options.split()]
@@ -35,10 +31,9 @@ def describe_option(option: str) -> str:
 
 
 def replace_table(text: str) -> str:
-    """The page with the table."""
     before, _, rest = text.partition(HEAD)
     _, _, after = rest.partition("\n\n")
-    return f"{before}{make_table()}\n{after}"
+    return f"{before}{HEAD}{''.join(map(describe_option, SHOWN))}\n{after}"
 
 
 if __name__ == "__main__":

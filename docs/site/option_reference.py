@@ -63,11 +63,10 @@ def describe_option(options_class: type, option: dataclasses.Field, group: str |
 
 def describe_values(kind: Any) -> str:
     """The values that an option takes, in words."""
-    kinds = [kind for kind in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,))]
-    kinds = [kind for kind in kinds if kind is not type(None)]
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     words = {str: "text", int: "integer", float: "number", bool: "on or off"}
     shown = []
-    for one in kinds:
+    for one in (one for one in kinds if one is not type(None)):
         if get_origin(one) is tuple:
             shown.append(f"one or more: {describe_values(get_args(one)[0])}")
         elif get_origin(one) is Literal:

@@ -1,6 +1,5 @@
 """Runs the scripts as child processes: streams their output, forwards Ctrl-C, and leaves no process behind."""
 
-import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +13,12 @@ from mini_trainer.api.arguments import DataProcessArgs, TorchrunArgs, TrainingAr
 from mini_trainer.api.errors import make_error
 from mini_trainer.api.sent_callbacks import send_callbacks, write_modules
 from mini_trainer.api.tokenized import derive_data, names_tokenized
-from mini_trainer.data.stores.disk import identify_file, is_link_beside, read_metrics
+from mini_trainer.data.stores.disk import identify_file, is_link_beside
 from mini_trainer.distributed.children import run_child
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
 from mini_trainer.distributed.messages import say
 from mini_trainer.options import TrainOptions
+from mini_trainer.options.reading import open_own, read_document, read_metrics
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.run.file_names import EXPORTS_DIR, METRICS_FILE
 
@@ -89,14 +89,14 @@ def run_training(
     before = identify_file(output_dir / EXIT_FILE)
     with raising_storage_errors():
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        log = log_file.open("a", encoding="utf-8")
+        log = open_own(log_file, "a")
     sent = send_callbacks(commands.list_callbacks(training_args.callbacks))
     with log, TemporaryDirectory(prefix="mini_trainer_callbacks_") as folder:
         sent_to = write_modules(sent, Path(folder))
         words = [*launch_words, *commands.make_words(TrainOptions, values)]
         code, last_words = run_child(["train", *words], log, more=commands.make_environment(training_args, sent_to))
     has_written_why = identify_file(output_dir / EXIT_FILE) not in (None, before)
-    reason = json.loads((output_dir / EXIT_FILE).read_text())["message"] if has_written_why else last_words
+    reason = read_document(output_dir / EXIT_FILE)["message"] if has_written_why else last_words
     if code not in (ExitCode.DONE, ExitCode.SAVED_AND_REQUEUE, ExitCode.STOPPED_BY_USER):
         raise make_error(code, commands.name_arguments(reason, training_args, values), log_file)
     rows = (row for _, _, row in read_metrics(output_dir / METRICS_FILE) if row is not None)  # without damaged ones

@@ -75,10 +75,13 @@ def send_callback(callback: Any, number: int) -> SentCallback:
 
 
 def write_modules(sent: list[SentCallback], folder: Path) -> Path | None:
-    """Writes the modules into `folder`, and returns it; None if there are none."""
+    """Writes the modules, which only this user may read or change, into `folder`, and returns it; None if there are
+    none."""
     sources = {one.path.partition(":")[0]: one.source for one in sent if one.source is not None}
     for name, source in sources.items():
-        (folder / f"{name}.py").write_text(source, encoding="utf-8")
+        path = folder / f"{name}.py"
+        path.touch(mode=0o600)
+        path.write_text(source, encoding="utf-8")
     return folder if sources else None
 
 

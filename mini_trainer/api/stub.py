@@ -55,7 +55,8 @@ def render_class(node: ast.ClassDef, args: type, options_class: type) -> str:
     lines = ["@dataclass(kw_only=True)", f"class {node.name}:", indent(quote(ast.get_docstring(node)))]
     for field in dataclasses.fields(args):
         told = own.get(field.name) or helps.get(field.name) or describe_foreign(field.name, helps)
-        lines += [f"    {field.name}: {render_type(field.type)} = ...", indent(quote(told))]
+        kind = " | ".join(dict.fromkeys(list_alternatives(field.type)))
+        lines += [f"    {field.name}: {kind} = ...", indent(quote(told))]
     return "\n".join(lines)
 
 
@@ -64,12 +65,8 @@ def describe_foreign(name: str, helps: dict[str, str]) -> str:
     return f"No effect, or refused: {find_row(name).reason}." if option is None else f"`{option}`: {helps[option]}"
 
 
-def render_type(kind: Any) -> str:
-    """The type as source. Options of text take paths, and those of several values take one, or a list."""
-    return " | ".join(dict.fromkeys(list_alternatives(kind)))
-
-
 def list_alternatives(kind: Any) -> list[str]:
+    """The type's parts as source. Options of text take paths, and those of several values take one, or a list."""
     if get_origin(kind) in (Union, UnionType):
         return [name for part in get_args(kind) for name in list_alternatives(part)]
     if get_origin(kind) is tuple:

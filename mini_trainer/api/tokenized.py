@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from mini_trainer.api.arguments import NOTHING, TrainingArgs
 from mini_trainer.api.errors import make_bad_input
-from mini_trainer.data.stores.disk import hash_file, hash_json, read_object, written_aside
+from mini_trainer.data.stores.disk import hash_json, write_text, written_aside
+from mini_trainer.data.stores.made import MADE, is_as_made, record_made
+from mini_trainer.options.reading import hash_file, open_regular, read_object
 from mini_trainer.options.urls import is_url
 
 DATA_FILE = "data.arrow"  # in InstructLab's directory for tokenized data
@@ -82,9 +84,10 @@ def list_columns(path: Path) -> Collection[str]:
         if path.suffix == ".parquet":
             import pyarrow.parquet
 
-            return pyarrow.parquet.read_schema(path).names
-        with path.open(encoding="utf-8") as file:
-            row = json.loads(next((line for line in file if line.strip()), "{}"))
+            with open_regular(path) as file:
+                return pyarrow.parquet.read_schema(file).names
+        with open_regular(path) as file:
+            row = json.loads(next((line for line in file if line.strip()), b"{}"))
     except (OSError, ValueError):
         return ()
     return row if isinstance(row, dict) else ()
@@ -111,7 +114,7 @@ def hash_sources(given: list[str], found: str, *, names: list[str]) -> list[str]
 
 def is_source(file: Path, names: list[str]) -> bool:
     """Whether a file in a directory has an ending of `names`, and is neither hidden nor of process_data.py."""
-    is_ours = file.name.endswith((ENDING, ".rejected.jsonl")) or file.parent.suffix == ".tokenizer"
+    is_ours = file.name.endswith((ENDING, MADE, ".rejected.jsonl")) or file.parent.suffix == ".tokenizer"
     has_ending = file.suffix in {Path(name).suffix for name in names}
     return file.is_file() and has_ending and not is_ours and not file.name.startswith(".")
 
@@ -193,7 +196,8 @@ def split_data(path: Path, share: float, folder: Path) -> tuple[Path, Path]:
         raise make_bad_input(f"validation_split {share}: must be above 0 and below 1")
     stem = folder / name_derived(path, {"validation_split": share})
     targets = [stem.with_suffix(".arrow"), stem.with_suffix(".validation.arrow")]
-    if not all(target.exists() for target in targets):
+    record = Path(f"{stem}.{MADE}")
+    if not is_as_made(record, stem.name):
         with written_aside(*targets) as asides:
             counts = write_sides(path, share, asides)
             if 0 in counts:
@@ -201,6 +205,7 @@ def split_data(path: Path, share: float, folder: Path) -> tuple[Path, Path]:
                 raise make_bad_input(f"validation_split {share}: {path} has {rows}: both sides need some")
         for target in targets:
             write_sidecar(path, target)
+        record_made(record, stem.name, targets)
     return targets[0], targets[1]
 
 
@@ -237,7 +242,8 @@ def cut_documents(path: Path, block_size: int, folder: Path) -> Path:
             " pretraining_config out to train on its rows, or give documents"
         )
     target = folder / f"{name_derived(path, {'block_size': block_size})}.arrow"
-    if target.exists():
+    record = Path(f"{target}.{MADE}")
+    if is_as_made(record, target.name):
         return target
     cutter = None
     with written_aside(target) as (aside,), pa.ipc.new_file(str(aside), TEXTS.schema) as writer:
@@ -247,6 +253,7 @@ def cut_documents(path: Path, block_size: int, folder: Path) -> Path:
             cutter = cutter or BlockCutter(block_size, int(batch.column(TOKENS_COLUMN)[0].values[-1].as_py()))
             write_blocks(writer, cutter.cut(ids))
         write_blocks(writer, cutter.cut(ids[:0], is_last=True))
+    record_made(record, target.name, [target])
     return target
 
 
@@ -260,16 +267,19 @@ def write_blocks(writer: "pa.ipc.RecordBatchWriter", blocks: list[Any]) -> None:
 def read_rows(path: Path) -> "tuple[pa.Schema, Iterator[pa.RecordBatch]]":
     """The columns and the rows of a data set; BadInputError if it cannot be read."""
     from mini_trainer.data.columns.token_columns import TEXTS
+    from mini_trainer.data.tokenized.converted import convert_to_arrow
     from mini_trainer.data.tokenized.index import ArrowFile, iterate_batches
-    from mini_trainer.data.tokenized.outputs import convert_to_arrow
+    from mini_trainer.options.data import DATA_CACHE_DIR
+    from mini_trainer.options.places import expand
 
     try:
-        files = [ArrowFile(file) for file in ([path] if path.suffix == ".arrow" else convert_to_arrow(path, TEXTS))]
+        is_arrow = path.suffix == ".arrow"
+        file = ArrowFile(path if is_arrow else convert_to_arrow(path, TEXTS, cache_dir=expand(DATA_CACHE_DIR)))
     except (OSError, ValueError) as error:
         raise make_bad_input(f"data_path {path}: cannot be read as a tokenized data set: {error}") from None
-    if not files or TOKENS_COLUMN not in files[0].schema.names:
+    if TOKENS_COLUMN not in file.schema.names:
         raise make_bad_input(f"data_path {path}: has no column {TOKENS_COLUMN}")
-    return files[0].schema, (batch for file in files for batch in iterate_batches(file) if batch.num_rows)
+    return file.schema, (batch for batch in iterate_batches(file) if batch.num_rows)
 
 
 def name_derived(path: Path, made_with: dict[str, Any]) -> str:
@@ -284,4 +294,4 @@ def write_sidecar(path: Path, target: Path) -> None:
     source = Path(f"{path}{ENDING}")
     if source.exists():
         known = {name: value for name, value in read_object(source).items() if name not in OF_ROWS}
-        Path(f"{target}{ENDING}").write_text(json.dumps(known, indent=2), encoding="utf-8")
+        write_text(Path(f"{target}{ENDING}"), json.dumps(known, indent=2))

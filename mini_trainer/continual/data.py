@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Task, splits_off
 from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Example
 from mini_trainer.data.columns.base import CAUSAL_LM, IGNORED
@@ -24,19 +23,17 @@ from mini_trainer.data.rows.formats import PATHS, FieldPaths, read_text_row
 from mini_trainer.data.rows.prompts import Prompt, encode_prompt, read_prompts, split_chat
 from mini_trainer.data.rows.rows import read_formatted_chunks, read_rows
 from mini_trainer.data.rows.split import falls_into_validation
-from mini_trainer.data.stores.disk import read_fields, read_object, written_aside
+from mini_trainer.data.stores.disk import write_text, written_aside
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.data.tokenized.outputs import DataSetFiles, Outputs
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options.fields import parse_column
-from mini_trainer.run.stages import Stage
+from mini_trainer.options.reading import read_fields, read_object
+from mini_trainer.run.stages import Runner, Stage
 
 # Options of process-data about reading rows, not about processing them.
-OF_ROWS = {
-    *("format", "columns", "ignore_columns"),
-    *("validation_share", "max_sample_num_tokens", "skip_invalid"),
-}
+OF_ROWS = {"format", "columns", "ignore_columns", "validation_share", "max_sample_num_tokens", "skip_invalid"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +155,7 @@ def as_row(prompt: Prompt, answer: str) -> dict[str, Any]:
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path) as (aside,):
-        aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 class HeldOut:

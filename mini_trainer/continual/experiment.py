@@ -1,4 +1,5 @@
-"""An experiment: all orders and seeds, one after the other, and the record that keeps a directory to its settings."""
+"""An experiment: its checks before the first task, all orders and seeds, one after the other, and the record that keeps
+a directory to its settings."""
 
 import json
 import shutil
@@ -6,14 +7,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mini_trainer.continual.data import HeldOut, PreparedFiles, prepare, prepare_known
+from mini_trainer.continual.data import HeldOut, PreparedFiles, prepare, prepare_known, read_questions
 from mini_trainer.continual.matrix import FILE, Experiment, MatrixRow, Sequence, read_experiment, write_experiment
-from mini_trainer.continual.measuring import describe_row, measure
+from mini_trainer.continual.measuring import describe_row, group_tests, measure
 from mini_trainer.continual.page import describe_comparison, write_page
-from mini_trainer.continual.replay import Context, Model, find_replay, mix
-from mini_trainer.continual.running import Runner
+from mini_trainer.continual.replay import Context, Model, describe_held_out, find_replay, mix
 from mini_trainer.continual.settings import (
     OF_METHODS,
+    SECTIONS,
     SHARED_FOLDERS,
     ContinualSettings,
     SetSettings,
@@ -21,12 +22,17 @@ from mini_trainer.continual.settings import (
     Values,
     check_statistics,
     choose_adapter_options,
+    complete_options,
     draw_orders,
 )
-from mini_trainer.data.stores.disk import read_fields, remove, written_aside
+from mini_trainer.data.stores.disk import remove, written_aside
 from mini_trainer.distributed.messages import say
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.reading import read_fields
+from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, PARAMS_FILE
-from mini_trainer.run.stages import Record, Stage, hash_files, list_changes, write_record
+from mini_trainer.run.stages import Record, Runner, Stage, hash_files, list_changes, write_record
+from mini_trainer.use.evaluation.tasks import open_task
 
 STATISTICS = "osft_statistics.safetensors"
 BASES = Path("osft", "bases.safetensors")  # model.methods.osft_subspaces.BASES_FILE, without its imports
@@ -42,17 +48,16 @@ def run_sequence(
     for t, task in enumerate(tasks):
         folder = context.folder / f"{t + 1}_{task.name}"
         model = learn(context, tasks[:t], task, model, folder)
-        measured = choose_sets(context, tasks, t)
+        measured = choose_sets(settings, tasks[: t + 1])
         row = measure(model.path, measured, context.prepared, settings, folder / "measured", context.runner)
         rows.append(row)
-        context.runner.say(folder, describe_row(rows[-1]))
+        context.runner.say(folder, describe_row(row))
         report(Sequence(names, order, context.seed, tuple(rows)))
 
 
-def choose_sets(context: Context, tasks: list[Task], t: int) -> list[SetSettings]:
-    """The sets that the model after task `t` (from 0) is measured on."""
-    settings = context.settings
-    return [*settings.probes, *(settings.tasks if settings.measure == "all" else tasks[: t + 1])]
+def choose_sets(settings: ContinualSettings, trained: list[Task]) -> list[SetSettings]:
+    """The sets that a model is measured on after these tasks."""
+    return [*settings.probes, *(settings.tasks if settings.measure == "all" else trained)]
 
 
 def learn(context: Context, earlier: list[Task], task: Task, model: Model, folder: Path) -> Model:
@@ -68,7 +73,10 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     if own.validation is not None:
         options["validation_data_path"] = [str(own.validation)]
     options = choose_adapter_options(options, settings, None if model.adapter is None else str(model.adapter))
-    options |= choose_statistics(context, options, earlier, statistics)
+    if options.get("osft") and options.get("osft_basis") == "activations":
+        options["osft_statistics"] = str(statistics)
+        if earlier:  # the first task remembers the data that the settings name, if any
+            options["osft_calibration_data"] = str(context.prepared[earlier[-1].name].train)
     if options.get("osft") and settings.keep_osft_bases:
         options["osft_bases"] = "new" if model.bases is None else str(model.bases)
     options = mix(options, own.train, find_replay(context, earlier, model, folder), settings.replay)
@@ -93,16 +101,6 @@ def hand_on_statistics(context: Context, task: Task, model: Model, folder: Path)
     return path
 
 
-def choose_statistics(context: Context, options: Values, earlier: list[Task], statistics: Path | None) -> Values:
-    """OSFT's options on earlier tasks: the first task remembers the data that the settings name, if any."""
-    if not options.get("osft") or options.get("osft_basis") != "activations":
-        return {}
-    chosen = {"osft_statistics": str(statistics)}
-    if earlier:
-        chosen["osft_calibration_data"] = str(context.prepared[earlier[-1].name].train)
-    return chosen
-
-
 RECORD, PAGE = "continual.json", "results.html"
 ADDED_TO = {"tasks", "seeds"}  # settings that may grow at their end
 OF_DATA = ("data", "known")  # folders of tokenized rows
@@ -116,8 +114,6 @@ def find_root(several: list[ContinualSettings]) -> Path:
 def run_experiments(several: list[ContinualSettings], runner: Runner) -> None:
     """Runs, or continues, one experiment, or one for each method with the data and the start model's measurements that
     they share, and then compares them. ValueError, OSError or RunError say why it cannot."""
-    from mini_trainer.continual.checking import check_experiments
-
     root = runner.root
     try:
         orders = settle_all(several, root)
@@ -152,7 +148,10 @@ def run_experiment(
         if runner.has_run:  # until then, an earlier start's results say more
             write_results(settings, list(done.values()))
 
-    start = measure_start(settings, prepared, runner)
+    folder = runner.root / "start"
+    start = measure(settings.model, choose_sets(settings, []), prepared, settings, folder, runner)
+    if start:
+        runner.say(folder, describe_row(start))
     for i, names in enumerate(orders):
         for seed in settings.seeds:
             context = Context(
@@ -168,16 +167,6 @@ def run_experiment(
             run_sequence(context, tasks, order=i + 1, start=start, report=report)
     write_results(settings, list(done.values()))
     say(f"results: {settings.root / FILE}\nresults page: {(settings.root / PAGE).as_uri()}")
-
-
-def measure_start(settings: ContinualSettings, prepared: dict[str, PreparedFiles], runner: Runner) -> MatrixRow:
-    """The start model's row; with measure: seen, that of the probes alone."""
-    measured = [*settings.probes, *(settings.tasks if settings.measure == "all" else ())]
-    folder = runner.root / "start"
-    row = measure(settings.model, measured, prepared, settings, folder, runner)
-    if row:
-        runner.say(folder, describe_row(row))
-    return row
 
 
 def write_results(settings: ContinualSettings, sequences: list[Sequence]) -> None:
@@ -331,3 +320,111 @@ def hash_model(name: str) -> str:
     directory = find_model(name, revision=None, trust_remote_code=False, flag="model:")
     find_weights(name, directory)
     return fingerprint_model(directory)
+
+
+# Checks before the first task: by train's own plan, with the prepared data, and with the start model in place of models
+# that do not exist yet; and by reading tests as evaluate does.
+
+UNSTARTED = "unstarted"  # stands for the output directory of a run; nothing is written there
+
+
+def check_experiments(
+    several: list[ContinualSettings], prepared: dict[str, PreparedFiles], held_out: HeldOut, known: list[Path | None]
+) -> None:
+    """ValueError with all problems that runs of train, and their data, would have."""
+    problems = find_test_problems(several[0], prepared)  # which all methods share
+    for settings, own in zip(several, known, strict=True):
+        where = f"methods: {settings.label}: " if len(several) > 1 else ""
+        if own is not None and (num_held_out := held_out.count_rows(own)):
+            problems.append(f"{where}{describe_held_out(num_held_out, settings.replay.known)}")
+        for task in settings.tasks:
+            found = find_data_problems(settings, task, prepared, held_out)
+            found += find_train_problems(settings, task, prepared, own)
+            problems += [f"{where}tasks: {task.name}: {problem}" for problem in found]
+    if problems:
+        raise ValueError("\n  ".join(dict.fromkeys(problems)))
+
+
+def find_test_problems(settings: ContinualSettings, prepared: dict[str, PreparedFiles]) -> list[str]:
+    """Problems with the tests, which evaluate reads after every task."""
+    problems = find_harness_problems([*settings.probes, *settings.tasks])
+    for own in group_tests([*settings.probes, *settings.tasks], settings):
+        metrics = tuple(sorted({one.metric for one in own} - {None}))
+        values = (
+            SECTIONS["evaluate"].later | settings.evaluate | own[0].evaluate | ({"metrics": metrics} if metrics else {})
+        )
+        options = group_options(EvaluateOptions, **values)
+        for one in own:
+            try:
+                test = open_task(str(prepared[one.name].test), one.name, options)
+                if one.metric is not None and one.metric not in test.measures:
+                    problems.append(f"{one.name}: metric: {one.metric}: {one.test} has {', '.join(test.measures)}")
+            except (ValueError, OSError) as error:
+                problems.append(f"{one.name}: test: {error}")
+    return problems
+
+
+def find_harness_problems(sets: list[SetSettings]) -> list[str]:
+    """Problems with tasks of EleutherAI's harness."""
+    tasks = tuple(one.lm_eval for one in sets if one.lm_eval is not None)
+    if not tasks:
+        return []
+    from mini_trainer.use.evaluation.harness import check_harness  # with torch: seconds to import
+
+    try:
+        check_harness(tasks)
+    except ValueError as error:
+        return [str(error).replace("--lm-eval ", "lm_eval: ", 1)]
+    return []
+
+
+def find_data_problems(
+    settings: ContinualSettings, task: Task, prepared: dict[str, PreparedFiles], held_out: HeldOut
+) -> list[str]:
+    """Problems with a task's rows, as replay reads them."""
+    replay, data = settings.replay, prepared[task.name].train
+    if replay is None:
+        return []
+    if replay.kind == "rows" and not task.input_file and held_out.count_rows(data):
+        advice = f", or give input_file for task {task.name}, whose rows can be left out"
+        return [describe_held_out(held_out.count_rows(data), data) + advice]
+    try:
+        for _ in read_questions(task, settings) if replay.kind == "own-answers" else ():
+            pass
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def find_train_problems(
+    settings: ContinualSettings, task: Task, prepared: dict[str, PreparedFiles], known: Path | None
+) -> list[str]:
+    """Problems that train finds before it loads weights: data, tokenizer, model, layers, memory options."""
+    from mini_trainer.run.plan.memory import Findings  # with torch: seconds to import
+    from mini_trainer.run.plan.planner import choose_step_options, find_target, look_at_run
+
+    findings = Findings()
+    options = group_options(TrainOptions, **choose_options(settings, task, prepared, known))
+    step_options = choose_step_options(options)
+    target = find_target(None, step_options, settings.num_processes, findings, is_here=False)
+    look_at_run(options, target, findings)
+    return [f"train: {problem}" for problem in findings.problems]
+
+
+def choose_options(
+    settings: ContinualSettings, task: Task, prepared: dict[str, PreparedFiles], known: Path | None
+) -> Values:
+    """The task's options of train with the start model and, where rows are replayed, all other tasks' data."""
+    own, values = prepared[task.name], complete_options(settings, task)[0]
+    others = [prepared[other.name].train for other in settings.tasks if other is not task]
+    values |= {"model_name_or_path": settings.model, "output_dir": str(settings.root / UNSTARTED)}
+    if own.validation is not None:
+        values["validation_data_path"] = (str(own.validation),)
+    if values.get("osft_basis") == "activations":  # of the task before it, whose statistics do not exist yet
+        values.pop("osft_statistics")
+        values.setdefault("osft_calibration_data", str(own.train))
+    for name in ("teacher_weight", "teacher_model", "teacher_data"):
+        if settings.replay is not None:
+            values.pop(name, None)
+    replayed = others if settings.replay is not None and settings.replay.kind == "rows" else []
+    return mix(values, own.train, [*filter(None, [known]), *replayed], settings.replay)

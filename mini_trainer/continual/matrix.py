@@ -32,7 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.data.stores.disk import read_object, written_aside
+from mini_trainer.data.stores.disk import write_text
+from mini_trainer.options.reading import read_object
 from mini_trainer.use.evaluation.comparison import LEVEL, count_draws, cut, find_interval
 
 FILE = "results.json"
@@ -139,7 +140,10 @@ def summarise(
     found = {}
     for kind in experiment.kinds:
         random = np.random.default_rng(seed)
-        draws = draw_cells(experiment, kind, random, num_resamples)
+        draws: Draws = {}  # negated where lower is better
+        for name, cells in experiment.find_cells(kind).items():
+            means = draw_set(list(cells.values()), random, num_resamples)
+            draws |= {(name, *place): own for place, own in zip(cells, means.T, strict=True)}
         own = [derive(*lay_out(experiment, s, draws)) for s in range(len(experiment.sequences))]
         names = [name for name in NAMES if any(name in one for one in own)]
         found[kind] = {name: combine([one.get(name) for one in own], random) for name in names}
@@ -147,15 +151,6 @@ def summarise(
 
 
 Draws = dict[tuple[str, int, int], np.ndarray]  # (set, sequence, t) -> (D,): R[t][set] of a sequence
-
-
-def draw_cells(experiment: Experiment, kind: str, random: np.random.Generator, num_resamples: int) -> Draws:
-    """Every cell's mean and its resamples, negated where lower is better."""
-    draws = {}
-    for name, cells in experiment.find_cells(kind).items():
-        means = draw_set(list(cells.values()), random, num_resamples)
-        draws |= {(name, *place): own for place, own in zip(cells, means.T, strict=True)}
-    return draws
 
 
 def draw_set(cells: list[Cell], random: np.random.Generator, num_resamples: int) -> np.ndarray:  # (D, C)
@@ -242,8 +237,7 @@ def write_experiment(experiment: Experiment, path: Path) -> None:
         "sequences": [describe_sequence(sequence) for sequence in experiment.sequences],
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items()]
-    with written_aside(path) as (aside,):
-        aside.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def describe_sequence(sequence: Sequence) -> dict[str, Any]:

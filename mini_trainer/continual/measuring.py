@@ -10,10 +10,9 @@ import numpy as np
 
 from mini_trainer.continual.data import PreparedFiles
 from mini_trainer.continual.matrix import Cell, MatrixRow
-from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Values
-from mini_trainer.data.stores.disk import list_wrong, read_fields
-from mini_trainer.run.stages import Stage
+from mini_trainer.options.reading import list_wrong, read_fields
+from mini_trainer.run.stages import Runner, Stage
 from mini_trainer.use.evaluation.results import read_lines, read_samples
 
 SCORE, LOSS = "score", "loss"  # kinds of a row

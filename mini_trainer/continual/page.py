@@ -13,11 +13,10 @@ import numpy as np
 
 from mini_trainer.continual.matrix import Derived, Experiment
 from mini_trainer.continual.matrix import Sequence as TaskSequence
-from mini_trainer.data.stores.disk import written_aside
+from mini_trainer.data.stores.disk import write_text
 from mini_trainer.use.pages.page import escape_json, make_page
 from mini_trainer.use.plots.curves import COLOURS, to_numbers
 
-Summary = dict[str, dict[str, Derived]]  # kind -> name -> derived number
 Point = tuple[float, float]  # forgotten, learnt
 
 NO_VALUE = "–"
@@ -92,16 +91,18 @@ def join(names: Sequence[str]) -> str:
 def describe_comparison(experiments: Sequence[Experiment]) -> str:
     """A table for the terminal of each kind; ValueError if the experiments cannot be compared."""
     check_comparable(experiments)
-    summaries = [experiment.summary for experiment in experiments]
-    kinds = dict.fromkeys(kind for experiment in experiments for kind in experiment.kinds)
-    return "\n\n".join(tabulate_kind(kind, experiments, summaries) for kind in kinds)
+    return "\n\n".join(tabulate_kind(kind, experiments) for kind in list_kinds(experiments))
 
 
-def tabulate_kind(kind: str, experiments: Sequence[Experiment], summaries: Sequence[Summary]) -> str:
+def list_kinds(experiments: Sequence[Experiment]) -> list[str]:
+    return list(dict.fromkeys(kind for experiment in experiments for kind in experiment.kinds))
+
+
+def tabulate_kind(kind: str, experiments: Sequence[Experiment]) -> str:
     """Two lines per experiment: the values with their deviation over sequences, and the 95 % intervals."""
     rows = [["experiment", *(measure.title for measure in MEASURES), "method"]]
-    for experiment, summary in zip(experiments, summaries, strict=True):
-        own = [summary.get(kind, {}).get(measure.name) for measure in MEASURES]
+    for experiment in experiments:
+        own = [experiment.summary.get(kind, {}).get(measure.name) for measure in MEASURES]
         rows.append([experiment.name + describe_progress(experiment), *map(write_value, own), experiment.method])
         rows.append(["", *map(write_interval, own), ""])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -142,29 +143,26 @@ def write_page(path: Path, experiments: Sequence[Experiment]) -> None:
     """Writes the page of one or several experiments; ValueError if they do not compare."""
     check_comparable(experiments)
     page = describe_page(experiments)
-    with written_aside(path) as (aside,):
-        aside.write_text(make_page(PAGE, {"DATA": escape_json(page)}, title=page["title"]), encoding="utf-8")
+    write_text(path, make_page(PAGE, {"DATA": escape_json(page)}, title=page["title"]))
 
 
 def describe_page(experiments: Sequence[Experiment]) -> Shown:
-    summaries = [experiment.summary for experiment in experiments]
-    kinds = dict.fromkeys(kind for experiment in experiments for kind in experiment.kinds)
     names = [experiment.name for experiment in experiments]
     return {
         "title": ", ".join(names) if len(names) <= MAX_NAMED else f"{len(names)} experiments",
         "measures": [vars(measure) for measure in MEASURES],
-        "kinds": [describe_kind(kind, experiments, summaries) for kind in kinds],
-        "experiments": [describe_experiment(*both) for both in zip(experiments, summaries, strict=True)],
+        "kinds": [describe_kind(kind, experiments) for kind in list_kinds(experiments)],
+        "experiments": list(map(describe_experiment, experiments)),
         "colours": COLOURS,
     }
 
 
-def describe_kind(kind: str, experiments: Sequence[Experiment], summaries: Sequence[Summary]) -> Shown:
+def describe_kind(kind: str, experiments: Sequence[Experiment]) -> Shown:
     return {
         "name": kind,
         "title": TITLES[kind],
         "scales": find_scales(kind, experiments),
-        "fronts": [front for name in FORGOTTEN if (front := describe_front(name, kind, summaries))],
+        "fronts": [front for name in FORGOTTEN if (front := describe_front(name, kind, experiments))],
     }
 
 
@@ -187,16 +185,17 @@ def find_scales(kind: str, experiments: Sequence[Experiment]) -> list[Shown]:
     return scales
 
 
-def describe_front(name: str, kind: str, summaries: Sequence[Summary]) -> Shown | None:
+def describe_front(name: str, kind: str, experiments: Sequence[Experiment]) -> Shown | None:
     """Scores when learnt against what was forgotten of tasks or probes; None if no experiment measured both."""
-    both = [(own.get(kind, {}).get(name), own.get(kind, {}).get("learnt")) for own in summaries]
+    found = [experiment.summary.get(kind, {}) for experiment in experiments]
+    both = [(own.get(name), own.get("learnt")) for own in found]
     points = [None if None in pair else (pair[0].mean, pair[1].mean) for pair in both]
     if points == [None] * len(points):
         return None
     return {"name": name, "on_front": find_front(points), "is_measured": [point is not None for point in points]}
 
 
-def describe_experiment(experiment: Experiment, summary: Summary) -> Shown:
+def describe_experiment(experiment: Experiment) -> Shown:
     return {
         "name": experiment.name,
         "method": experiment.method,
@@ -204,7 +203,7 @@ def describe_experiment(experiment: Experiment, summary: Summary) -> Shown:
         "tasks": experiment.tasks,
         "probes": experiment.probes,
         "sequences": [label_sequence(experiment, sequence) for sequence in experiment.sequences],
-        "kinds": {kind: show_kind(experiment, kind, summary[kind]) for kind in experiment.kinds},
+        "kinds": {kind: show_kind(experiment, kind) for kind in experiment.kinds},
     }
 
 
@@ -227,11 +226,11 @@ def label_sequence(experiment: Experiment, sequence: TaskSequence) -> str:
     return (f"order {sequence.order}, " if len(orders) > 1 else "") + f"seed {sequence.seed}"
 
 
-def show_kind(experiment: Experiment, kind: str, derived: dict[str, Derived]) -> Shown:
-    cells, names = experiment.find_cells(kind), [measure.name for measure in MEASURES]
+def show_kind(experiment: Experiment, kind: str) -> Shown:
+    cells, derived = experiment.find_cells(kind), experiment.summary[kind]
     firsts = {name: next(iter(own.values())) for name, own in cells.items()}
     return {
-        "derived": {name: vars(derived[name]) if name in derived else None for name in names},
+        "derived": {own.name: vars(derived[own.name]) if own.name in derived else None for own in MEASURES},
         "metrics": {name: cell.metric for name, cell in firsts.items()},
         "counts": {name: len(cell.values) for name, cell in firsts.items()},
         "views": describe_views(experiment, kind),
@@ -246,16 +245,15 @@ def describe_views(experiment: Experiment, kind: str) -> list[Shown]:
         grids = [read_grid(experiment, kind, s) for s in own]
         labels = [label_sequence(experiment, experiment.sequences[s]) for s in own]
         if len(own) > 1:
-            views.append(show_mean(grids) | {"label": label_mean(experiment, own), "tasks": tasks})
+            values = np.stack(grids)  # (S, T + 1, K)
+            parts = {"mean": values.mean(0), "deviation": values.std(0, ddof=1), "low": values.min(0),
+                     "high": values.max(0)}  # fmt: skip
+            order = "" if len(own) == len(experiment.sequences) else f"order {experiment.sequences[own[0]].order}, "
+            label = f"{order}mean of {len(own)} sequences"
+            views.append({name: show_grid(part) for name, part in parts.items()} | {"label": label, "tasks": tasks})
         for grid, label in zip(grids, labels, strict=True):
             views.append({"label": label, "tasks": tasks, "mean": show_grid(grid)})
     return views
-
-
-def label_mean(experiment: Experiment, own: Sequence[int]) -> str:
-    """The label of the mean of sequences with the same tasks in the same order."""
-    is_all = len(own) == len(experiment.sequences)
-    return ("" if is_all else f"order {experiment.sequences[own[0]].order}, ") + f"mean of {len(own)} sequences"
 
 
 def read_grid(experiment: Experiment, kind: str, s: int) -> np.ndarray:  # (T + 1, K)
@@ -268,13 +266,6 @@ def read_grid(experiment: Experiment, kind: str, s: int) -> np.ndarray:  # (T + 
             if (cell := row.get(kind, {}).get(name)) is not None:
                 grid[t, k] = cell.mean
     return grid
-
-
-def show_mean(grids: Sequence[np.ndarray]) -> Shown:
-    """Mean, standard deviation and range of cells measured in all sequences."""
-    values = np.stack(grids)  # (S, T + 1, K)
-    parts = {"mean": values.mean(0), "deviation": values.std(0, ddof=1), "low": values.min(0), "high": values.max(0)}
-    return {name: show_grid(grid) for name, grid in parts.items()}
 
 
 def show_grid(grid: np.ndarray) -> list[list[float | None]]:

@@ -5,7 +5,7 @@ On-policy replay: arXiv 2605.29495.
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from mini_trainer.continual.data import (
     tokenize,
     write_rows,
 )
-from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import ContinualSettings, Replay, Task, Values, leave_teacher_out
 from mini_trainer.data.chat.conversation import REASONING_KEYS
 from mini_trainer.data.rows.prompts import Prompt, read_prompts
-from mini_trainer.run.stages import Stage
+from mini_trainer.run.stages import Runner, Stage
 from mini_trainer.use.evaluation.metrics import score_answer
 from mini_trainer.use.evaluation.results import read_lines
 from mini_trainer.use.inference.answers import Line, is_refused
@@ -89,7 +88,7 @@ def choose_rows(context: Context, task: Task, folder: Path) -> Path:
     rows = folder / ROWS
     if not rows.is_file():
         write_rows(rows, [as_row(prompt, prompt.references[0]) for prompt in list_free(context, task)])
-    return tokenize_own(context, task, rows, folder, name=REPLAYED)
+    return tokenize_own(context, task, rows, folder)
 
 
 def describe_held_out(count: int, data: Path | str) -> str:
@@ -98,19 +97,21 @@ def describe_held_out(count: int, data: Path | str) -> str:
 
 def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | None:
     """A data set of the model's own answers that pass the task's metric; None if none does."""
-    replay, settings, rows = context.settings.replay, context.settings, folder / ROWS
-
-    def draw_rows() -> list[DataRow]:
-        return [as_row(one, one.references[0]) for one in draw(list_free(context, task), replay, seed=context.seed)]
-
-    answer_prompts(context, model.path, folder, draw_rows, sampling=settings.generate, seed=context.seed)
-    prompts = folder / PROMPTS
+    replay, prompts, answers, rows = context.settings.replay, folder / PROMPTS, folder / ANSWERS, folder / ROWS
+    if not prompts.is_file():
+        drawn = draw(list_free(context, task), replay, seed=context.seed)
+        write_rows(prompts, [as_row(prompt, prompt.references[0]) for prompt in drawn])
+    given = {"model": model.path, "prompts": [str(prompts)], "output": str(answers)}
+    options = context.settings.generate | given
+    if options.get("temperature", 0) != 0:
+        options["seed"] = context.seed
+    context.runner.run(Stage(program="generate", folder=folder, options=options))
     if not rows.is_file():
-        write_rows(rows, keep_passing(prompts, folder / ANSWERS, task, replay))
+        write_rows(rows, keep_passing(prompts, answers, task, replay))
     num_kept, num_asked = len(read_lines(rows)), len(read_lines(prompts))
-    refused = describe_refused(read_answers(folder / ANSWERS, num_asked))
+    refused = describe_refused(read_answers(answers, num_asked))
     context.runner.say(folder, f"{num_kept:,} of {num_asked:,} own answers pass {task.metric}{refused}")
-    return tokenize_own(context, task, rows, folder, name=REPLAYED) if num_kept else None
+    return tokenize_own(context, task, rows, folder) if num_kept else None
 
 
 def list_free(context: Context, task: Task) -> list[Prompt]:
@@ -135,19 +136,6 @@ def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> li
         if line["finish_reason"] == "stop" and answer.strip() and score >= replay.min_score:
             kept.append(replace_answer(rows[line["index"]], line))
     return kept
-
-
-def answer_prompts(
-    context: Context, model: str, folder: Path, make_rows: Callable[[], list[DataRow]], *, sampling: Values, seed: int
-) -> None:
-    """Writes the model's answers to the prompts of rows, which are made once, to files of the folder."""
-    prompts = folder / PROMPTS
-    if not prompts.is_file():
-        write_rows(prompts, make_rows())
-    options = sampling | {"model": model, "prompts": [str(prompts)], "output": str(folder / ANSWERS)}
-    if options.get("temperature", 0) != 0:
-        options["seed"] = seed
-    context.runner.run(Stage(program="generate", folder=folder, options=options))
 
 
 def read_answers(path: Path, num_prompts: int) -> list[Line]:
@@ -175,11 +163,11 @@ def replace_answer(row: DataRow, line: Line) -> DataRow:
     return row | {"messages": [*before, kept | line.get("message", {"content": line["answer"]})]}
 
 
-def tokenize_own(context: Context, task: Task, rows: Path, folder: Path, *, name: str) -> Path:
+def tokenize_own(context: Context, task: Task, rows: Path, folder: Path) -> Path:
     """Tokenizes a file of rows with the task's options."""
     options = context.settings.process_data | task.process_data
     options = {key: value for key, value in options.items() if key not in OF_ROWS}
-    return tokenize([str(rows)], options, context.settings, folder / name, name=name, runner=context.runner)
+    return tokenize([str(rows)], options, context.settings, folder / REPLAYED, name=REPLAYED, runner=context.runner)
 
 
 def mix(options: Values, own: Path, replayed: Sequence[Path], replay: Replay | None) -> Values:

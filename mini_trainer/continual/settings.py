@@ -9,7 +9,6 @@ import functools
 import math
 import random
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -232,10 +231,7 @@ NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 SHARED_FOLDERS = ("data", "start")
 
 # Settings that methods may have: how tasks are learnt, but neither data nor measurements, which all methods share.
-OF_METHODS = (
-    *("train", "replay", "adapters", "keep_osft_bases", "export", "generate"),
-    "seeds",
-)
+OF_METHODS = ("train", "replay", "adapters", "keep_osft_bases", "export", "generate", "seeds")
 
 
 def read_settings(path: Path, *, output_dir: str | None = None) -> list[ContinualSettings]:
@@ -246,8 +242,6 @@ def read_settings(path: Path, *, output_dir: str | None = None) -> list[Continua
     given = option_files.read_option_file(path, named=str(path))
     with option_files.naming_place(str(path)):
         given = option_files.name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
-        if "self_distillation" in given:
-            raise ValueError("self_distillation: has left; replay with kind: own-answers learns from own answers")
         methods = given.pop("methods", None)
         shared = option_files.make_settings(given, ContinualSettings, READERS)
         if methods is None:
@@ -383,20 +377,15 @@ def check_replay(settings: ContinualSettings) -> None:
             raise ValueError(f"teacher_weight: train of {', '.join(taught)} has a {name}, too; give one")
     if replay.kind == "own-answers":
         check_program("generate", settings.generate)
-        check_answerable(settings, settings.tasks[:-1])
+        if settings.generate.get("engine") == "openai":
+            raise ValueError("generate: engine: openai: a server has another model; use hf or vllm")
+        for task in settings.tasks[:-1]:
+            if not task.input_file:
+                raise ValueError(f"{task.name} has data_path, but the prompts are read from rows: give input_file")
         unscored = [task.name for task in settings.tasks[:-1] if task.metric not in MEASURES]
         if unscored:
             allowed = ", ".join(MEASURES)
             raise ValueError(f"own-answers: {', '.join(unscored)}: needs a metric that scores answers, of {allowed}")
-
-
-def check_answerable(settings: ContinualSettings, tasks: Iterable[Task]) -> None:
-    """Refuses tasks whose prompts a model cannot answer."""
-    if settings.generate.get("engine") == "openai":
-        raise ValueError("generate: engine: openai: a server has another model; use hf or vllm")
-    for task in tasks:
-        if not task.input_file:
-            raise ValueError(f"{task.name} has data_path, but the prompts are read from rows: give input_file")
 
 
 def check_statistics(settings: ContinualSettings, order: list[str]) -> None:

@@ -19,6 +19,7 @@ from mini_trainer.distributed.ending import RanksDiffer
 from mini_trainer.distributed.messages import describe_ranks
 from mini_trainer.distributed.world import World, call_on_rank0, gather_rows
 from mini_trainer.options import flag_name
+from mini_trainer.options.reading import read_bytes
 from mini_trainer.root_files import NAMES, ROOT, is_checkout
 
 Items = Mapping[str, str]  # printable values by the name that messages use
@@ -136,7 +137,7 @@ def fingerprint_code() -> str:
         files |= {f"{name}.py": ROOT / f"{name}.py" for name in NAMES}
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
-        digest.update(f"{name} ".encode() + hashlib.sha256(path.read_bytes()).digest())
+        digest.update(f"{name} ".encode() + hashlib.sha256(read_bytes(path)).digest())
     return digest.hexdigest()[:DIGITS]
 
 

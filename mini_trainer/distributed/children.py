@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import IO, NoReturn
 
 from mini_trainer.distributed.messages import print_as_is
+from mini_trainer.options.reading import read_text
 from mini_trainer.root_files import ROOT, is_checkout
 
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # environment variable: the process that the child must not outlive
@@ -80,7 +81,9 @@ def start_child(
     pass_fds: Collection[int] = (),
 ) -> subprocess.Popen:
     """Starts `python -m mini_trainer WORDS`, which writes to `output` and is asked to end when this process is gone."""
-    environment = keep_environment() | dict(more) | tie_to_this()
+    # A child is alone, or starts its own ranks: with this process's rank it would wait for the other ranks.
+    own = {name: value for name, value in os.environ.items()
+           if name not in OF_LAUNCHERS and not name.startswith(LAUNCHERS)}  # fmt: skip
     return subprocess.Popen(
         [*name_module("mini_trainer"), *words],
         stdin=subprocess.DEVNULL,
@@ -88,7 +91,7 @@ def start_child(
         stderr=subprocess.STDOUT,
         encoding="utf-8",
         errors="replace",
-        env=environment,
+        env=own | dict(more) | tie_to_this(),
         pass_fds=pass_fds,
         process_group=0,  # a terminal's Ctrl-C reaches only this process, which forwards it once
     )
@@ -111,16 +114,6 @@ def tie_to_this() -> dict[str, str]:
     return find_this_package() | {ENDS_WITH_PARENT: str(os.getpid())}
 
 
-def keep_environment() -> dict[str, str]:
-    """This process's environment without its place among processes that a launcher has started.
-
-    A child is alone, or starts its own ranks: with the caller's rank it would wait for the caller's other ranks.
-    """
-    return {
-        name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS and not name.startswith(LAUNCHERS)
-    }
-
-
 def hand_on_warning() -> None:
     """From now on a SIGUSR1 to this process, the warning of schedulers, goes to its children until it ends.
 
@@ -136,7 +129,7 @@ def repeat_warning() -> NoReturn:
     while True:
         for path in Path("/proc/self/task").glob("*/children"):
             with contextlib.suppress(OSError):  # a thread or a child is gone
-                for child in path.read_text().split():
+                for child in read_text(path).split():
                     os.kill(int(child), signal.SIGUSR1)
         time.sleep(SECONDS_BETWEEN_WARNINGS)
 

@@ -27,7 +27,10 @@ def name_command() -> str:
     found = find_installed_command()
     if found is not None:
         return shlex.join([*found[0], found[1][0]])
-    return shlex.join(["torchrun" if is_under_torchrun() else name_python(), *name_script()])
+    spec = sys.modules["__main__"].__spec__
+    is_module = spec is not None and spec.name.startswith("mini_trainer.")
+    script = ["-m", spec.name] if is_module else [show_path(sys.argv[0])]
+    return shlex.join(["torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else name_python(), *script])
 
 
 def name_program(word: str) -> str:
@@ -53,13 +56,6 @@ def find_script(word: str) -> list[str]:
     return [show_path(str(script))] if script.is_file() else ["-m", "mini_trainer", word]
 
 
-def name_script() -> list[str]:
-    """The words after `python` in this process's command: its script, or the module that `python -m` runs."""
-    spec = sys.modules["__main__"].__spec__
-    is_module = spec is not None and spec.name.startswith("mini_trainer.")
-    return ["-m", spec.name] if is_module else [show_path(sys.argv[0])]
-
-
 def find_installed_command() -> tuple[list[str], list[str]] | None:
     """The words of `mini-trainer` and those after it, if it started this process or its torchrun; otherwise None."""
     process, argv, is_module = json.loads(os.environ.get(COMMAND, "[null, [], false]"))
@@ -73,10 +69,6 @@ def find_installed_command() -> tuple[list[str], list[str]] | None:
 
 def describe_version() -> str:
     return f"mini_trainer {__version__}"
-
-
-def is_under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def name_python() -> str:

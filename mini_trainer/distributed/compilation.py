@@ -1,8 +1,7 @@
-"""torch.compile for any sizes, with a cache that outlives /tmp, and a warning if anything is recompiled."""
+"""torch.compile for any sizes, and a warning if anything is recompiled."""
 
 import os
 from collections.abc import Callable, Hashable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +9,7 @@ from torch.fx.experimental import _config as tracing
 
 from mini_trainer.distributed import devices
 from mini_trainer.distributed.ending import log
-
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # of torch
-CACHE_DIR = "~/.cache/mini_trainer/compiled"
+from mini_trainer.options.places import COMPILED
 
 
 class Compiled:
@@ -33,7 +30,6 @@ class Compiled:
         backend: str | Callable = "inductor",
         dynamic: bool = True,
     ):
-        choose_cache_dir()
         # Sizes that are equal by chance in the first call, such as tokens and hidden size, would be taken for the same.
         tracing.use_duck_shape = False
         self.function, self.name, self.mode = function, name, mode
@@ -47,7 +43,6 @@ class Compiled:
         return (self.replacement or self.run)(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the compiled function."""
         mode, last = (torch.is_grad_enabled(), self.mode()), find_last_compilation()
         outputs = self.compiled(*args, **kwargs)
         if mode in self.modes and find_last_compilation() is not last and self.name not in self.warned:
@@ -69,22 +64,6 @@ def find_last_compilation() -> Any:
     return records[-1] if records else None
 
 
-def choose_cache_dir() -> Path:
-    """The directory of torch's cache of compiled code: the one in the environment, or else `CACHE_DIR`.
-
-    torch's default is in /tmp, which containers lose. ValueError if it cannot be written.
-    """
-    path = Path(os.environ.setdefault(CACHE_VARIABLE, os.path.expanduser(CACHE_DIR)))
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--compile: cannot create {path}, the cache of compiled code: {error}; set {CACHE_VARIABLE} to another"
-            " directory"
-        ) from None
-    return path
-
-
 def count_graphs() -> int:
     """Graphs that torch has traced in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -94,4 +73,4 @@ def describe_cache() -> str:
     """How many graphs were compiled in this process, and how many of them came from the cache."""
     counters = torch._dynamo.utils.counters
     found, missed = (counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss"))
-    return f"{found + missed} graphs compiled, {found} of them from {os.environ[CACHE_VARIABLE]}"
+    return f"{found + missed} graphs compiled, {found} of them from {os.environ[COMPILED]}"

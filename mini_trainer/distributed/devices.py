@@ -1,6 +1,5 @@
 """Devices: names, peak FLOP/s, and memory: its limit, its use, and the kind of tensors that are created."""
 
-import contextlib
 import ctypes
 import os
 import re
@@ -13,6 +12,7 @@ import torch
 
 from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.options.doors import DTYPES as NAMES
+from mini_trainer.options.reading import read_text
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES}
 # Dense bf16 matrix multiplication, FLOP/s, from the vendors' data sheets.
@@ -54,7 +54,7 @@ def describe_duration(seconds: float) -> str:
 is_eager = False  # inside `run_eagerly`
 
 
-@contextlib.contextmanager
+@contextmanager
 def run_eagerly() -> Iterator[None]:
     """Inside the context, or the function that it decorates, compiled functions run uncompiled."""
     global is_eager
@@ -93,12 +93,12 @@ def memory_limit(memory_budget_gb: float | None, device: torch.device, *, is_her
 
 def available_memory() -> int:
     """Bytes still available to processes on this machine or in this container."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = read_text(Path("/proc/meminfo")).splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")
     try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        limit, used = (read_text(group / name).strip() for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in read_text(group / "memory.stat").splitlines())
         cached = int(counts.get("inactive_file", 0))  # page cache, which is reclaimed when memory is needed
         return available if limit == "max" else min(available, int(limit) - int(used) + cached)
     except (OSError, ValueError):  # no control groups, or older ones
@@ -107,7 +107,7 @@ def available_memory() -> int:
 
 def resident_memory() -> int:
     """Resident memory of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(read_text(Path("/proc/self/statm")).split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def give_back_freed_memory() -> None:

@@ -3,6 +3,7 @@
 import _thread
 import contextlib
 import copyreg
+import errno
 import faulthandler
 import logging
 import os
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from mini_trainer.distributed.messages import describe_ranks, hide_secrets, print_as_is, say
+from mini_trainer.options.reading import open_own
 
 log = logging.getLogger("mini_trainer")  # the one logger; see `setup_logging`
 
@@ -39,7 +41,7 @@ class ExitCode(IntEnum):
     NON_FINITE = 5  # loss or gradient
     HANG = 6  # a rank stopped sending heartbeats or stopped making progress
     LOCKED = 7  # another run is using the output directory
-    IO = 8  # a file could not be read or written
+    IO = 8  # a file could not be read or written, or a store or a server failed
     OUT_OF_MEMORY = 9
     STOPPED_BY_USER = 10  # Ctrl-C, the stop file or a callback: do not restart automatically
     PEER_DIED = 11  # a rank, or its torchrun, was killed or crashed
@@ -129,10 +131,13 @@ def describe_error(error: BaseException, where: str = "a call on rank 0") -> tup
         )
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, "interrupted", ""
+    if isinstance(error, UnicodeEncodeError):  # of a path, given or found in a directory; rows are checked for it
+        shown = error.object[max(0, error.start - 200) : error.end + 50].encode("utf-8", "backslashreplace").decode()
+        return ExitCode.BAD_INPUT, f"{shown}: not UTF-8 text; rename that file or directory", ""
     if isinstance(error, ValueError):
         return ExitCode.BAD_INPUT, str(error), ""
-    if isinstance(error, OSError):
-        return ExitCode.IO, str(error), ""
+    if isinstance(error, OSError):  # any option's path may have a name that no file can have
+        return ExitCode.BAD_INPUT if error.errno == errno.ENAMETOOLONG else ExitCode.IO, str(error), ""
     message = f"failed in {where}: {type(error).__name__}: {str(error)[:1000]}"
     return ExitCode.FAILED, message, "".join(traceback.format_exception(error))
 
@@ -188,7 +193,7 @@ def dump_stacks(head: str, path: Path | None) -> None:
         faulthandler.dump_traceback(sys.stderr)
         return
     path.parent.mkdir(exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with open_own(path, "w") as file:
         file.write(head)
         file.flush()
         faulthandler.dump_traceback(file)

@@ -127,7 +127,10 @@ class Lifeline:
     def connect(self, address: Address) -> None:
         """Connects this rank to rank 0; on rank 0, waits for all others. RunError on failure."""
         if self.rank == 0:
-            self._wait_for_all(address)
+            if not self.has_met_all.wait(SECONDS_TO_CONNECT):
+                missing = [rank for rank in range(1, self.world_size) if rank not in self.connections]
+                reason = f"{describe_ranks(missing)} did not connect to rank 0 on {address.host}, port {address.port}"
+                raise RunError(ExitCode.IO, reason)
             return
         host = "127.0.0.1" if is_one_node() else os.environ["MASTER_ADDR"]
         try:
@@ -136,12 +139,6 @@ class Lifeline:
             reason = f"cannot reach rank 0 at {host}, port {address.port} (any free port): {error}"
             raise RunError(ExitCode.IO, reason) from None
         asyncio.run_coroutine_threadsafe(self._introduce(connected, address), self.loop).result()
-
-    def _wait_for_all(self, address: Address) -> None:
-        if not self.has_met_all.wait(SECONDS_TO_CONNECT):
-            missing = [rank for rank in range(1, self.world_size) if rank not in self.connections]
-            reason = f"{describe_ranks(missing)} did not connect to rank 0 on {address.host}, port {address.port}"
-            raise RunError(ExitCode.IO, reason)
 
     # Methods for the loop's thread.
 

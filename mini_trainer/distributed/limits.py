@@ -7,6 +7,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from mini_trainer.options.reading import read_text
 
 
 @contextmanager
@@ -52,5 +55,4 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 
 def measure_memory() -> int:
     """The size of this process's address space, in bytes."""
-    with open("/proc/self/statm") as memory:
-        return int(memory.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return int(read_text(Path("/proc/self/statm")).split()[0]) * os.sysconf("SC_PAGE_SIZE")

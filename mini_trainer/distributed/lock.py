@@ -12,6 +12,7 @@ from typing import Any
 
 from mini_trainer.distributed.ending import EXIT_FILE, Cause, ExitCode, RunError, log
 from mini_trainer.distributed.messages import say
+from mini_trainer.options.reading import open_descriptor, open_own, open_regular, read_bytes, read_text
 
 SECONDS_PER_BEAT = 5  # interval at which the holder touches its lock
 SECONDS_TO_WATCH = 20  # a lock of another host that is not touched for this long counts as stale
@@ -35,7 +36,7 @@ class RunLock:
         self.made_directory = not output_dir.exists()
         output_dir.mkdir(parents=True, exist_ok=True)
         while True:
-            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            self.file = open_descriptor(self.path, os.O_RDWR | os.O_CREAT, follows=False)
             flock_works = try_flock(self.file, self.path)
             if is_same_file(self.file, self.path):
                 break
@@ -184,7 +185,7 @@ def is_being_touched(path: Path, holder: dict[str, Any]) -> bool:
 def read_time(path: Path) -> int:
     """Modification time in ns, after reopening the file: only then does a network file system ask its server."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path, follows=False) as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return -1
@@ -193,7 +194,7 @@ def read_time(path: Path) -> int:
 def read_holder(path: Path) -> dict[str, Any] | None:
     """The lock's contents, which name its holder; None if it is empty (never held), {} if it cannot be read."""
     try:
-        text = path.read_text()
+        text = read_bytes(path, follows=False)
         holder = json.loads(text) if text else None
     except (OSError, ValueError, RecursionError):
         return {}
@@ -217,7 +218,7 @@ def make_locked_error(path: Path, holder: dict[str, Any] | None) -> RunError:
 def read_boot_id() -> str:
     """Identifies the running kernel, which host names of containers do not."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return read_text(Path("/proc/sys/kernel/random/boot_id")).strip()
     except OSError:
         return socket.gethostname()
 
@@ -228,7 +229,7 @@ def write_exit_file(output_dir: Path, content: dict[str, int | str]) -> bool:
     path = output_dir / EXIT_FILE
     aside = output_dir / f".{EXIT_FILE}.{socket.gethostname()}.{os.getpid()}"
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with open_own(aside, "w") as file:
             file.write(json.dumps(content, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mini_trainer.distributed.ending import ExitCode, RunError, log
 from mini_trainer.distributed.messages import describe_ranks, say
 from mini_trainer.distributed.process import START_TIMEOUT, count_local_ranks
+from mini_trainer.options.reading import read_text
 
 SECONDS_PER_NOTICE = 30.0
 SECONDS_PER_LOOK = 2.0  # between looks for a newer start
@@ -80,7 +81,7 @@ def takes_machines_later() -> bool:
     """Whether torchrun, the parent process, was started for a range of machines, by option or environment."""
     words = f"--nnodes {os.environ.get('PET_NNODES', '')}"
     with suppress(OSError):  # a system without /proc
-        words += Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
+        words += read_text(Path(f"/proc/{os.getppid()}/cmdline")).replace("\0", " ")
     return re.search(r"--nnodes[= ]\d+:\d", words) is not None
 
 

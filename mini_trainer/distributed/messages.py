@@ -58,7 +58,7 @@ def hide_in(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: hide_in(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [hide_in(item) for item in value]
+        return type(value)(map(hide_in, value))
     return hide_secrets(value) if isinstance(value, str) else value
 
 
@@ -67,7 +67,6 @@ def clean(text: str) -> str:
 
 
 def say(text: str, *, is_error: bool = False) -> None:
-    """Prints cleaned `text`."""
     print_as_is(f"{clean(text)}\n", sys.stderr if is_error else sys.stdout)
 
 
@@ -93,9 +92,6 @@ def describe_numbers(name: str, numbers: Sequence[int]) -> str:
     names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:MOST_RUNS]]
     more = f" and {sum(map(len, runs[MOST_RUNS:]))} more" if len(runs) > MOST_RUNS else ""
     return f"{name}{'s' * (len(numbers) > 1)} {', '.join(names)}{more}"
-
-
-ERASE_LINE = "\r\x1b[K"
 
 
 def shows_progress() -> bool:
@@ -135,7 +131,7 @@ class LinesAboveBars(logging.Handler):
 
 def leave_bars() -> str:
     """Text to print before a final message, so that it starts on an empty line."""
-    return ERASE_LINE if sys.stderr.isatty() else ""
+    return "\r\x1b[K" if sys.stderr.isatty() else ""
 
 
 def one_line(error: Exception) -> str:

@@ -5,13 +5,14 @@ would scan them all eight times: over one CPU second of the six until a tiny mod
 (benchmarks/start_up.py).
 """
 
-import contextlib
 import gc
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from mini_trainer.options.reading import read_bytes
 
 START_TIMEOUT = 600.0  # seconds for all ranks to join
 
@@ -66,7 +67,7 @@ def without_collector() -> Iterator[None]:
 def raise_open_file_limit() -> None:
     """Raises the soft limit on open files to the hard one, as far as the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS reports a hard limit that it does not grant
+    with suppress(ValueError, OSError):  # macOS reports a hard limit that it does not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -77,14 +78,14 @@ def may_be_launcher(pid: int) -> bool:
     """
     process = Path(f"/proc/{pid}")
     try:
-        if b"python" in (process / "cmdline").read_bytes().split(b"\0")[0].lower():
+        if b"python" in read_bytes(process / "cmdline").split(b"\0")[0].lower():
             return True
     except OSError:
         return True  # Unknown; a false alarm would end a healthy run.
     try:
         # A process can change its name.
         is_python = "python" in os.readlink(process / "exe").lower()
-        return is_python or b"\0TORCHELASTIC_RUN_ID=" in b"\0" + (process / "environ").read_bytes()
+        return is_python or b"\0TORCHELASTIC_RUN_ID=" in b"\0" + read_bytes(process / "environ")
     except OSError:
         return False  # another user's process, such as init
 

@@ -204,9 +204,14 @@ class Watch:
         # If more time has passed, this process was suspended, perhaps with the whole job: no peer counts as silent.
         self.clock += min(now - self.last_tick, 4 * TICK)
         self.last_tick = now
-        self._look_at_marks()
+        own = self.peers[self.rank]
+        own.heard, own.where = self.clock, self.marks.where
+        own.limit = max(SLOW_LIMIT, self.hang_timeout) if self.marks.num_slow_phases else self.hang_timeout
+        if self.marks.count != self.marks_seen:
+            self.marks_seen, own.moved = self.marks.count, self.clock
         if self.clock - self.last_heartbeat >= SECONDS_PER_HEARTBEAT:
-            self._send_heartbeat()
+            self.last_heartbeat, still = self.clock, self.clock - own.moved
+            self.lifeline.send_beat({"kind": "beat", "still": still, "limit": own.limit, "where": own.where})
         if self.causes:
             return
         if self.has_torchrun and (os.getppid() != PARENT or not self.parent_started_this):
@@ -214,19 +219,6 @@ class Watch:
             self.report(self.make_cause(ending.ExitCode.PEER_DIED, f"torchrun ({name} {self.host}) is gone", died=True))
         elif is_hanging(self.peers, self.clock, self.hang_timeout, is_rank0=self.rank == 0):
             self._conclude(self.make_cause(ending.ExitCode.HANG, describe_hang(self.peers, self.clock)))
-
-    def _look_at_marks(self) -> None:
-        """Updates this rank's own entry among the peers."""
-        own = self.peers[self.rank]
-        own.heard, own.where = self.clock, self.marks.where
-        own.limit = max(SLOW_LIMIT, self.hang_timeout) if self.marks.num_slow_phases else self.hang_timeout
-        if self.marks.count != self.marks_seen:
-            self.marks_seen, own.moved = self.marks.count, self.clock
-
-    def _send_heartbeat(self) -> None:
-        self.last_heartbeat, own = self.clock, self.peers[self.rank]
-        still = self.clock - own.moved
-        self.lifeline.send_beat({"kind": "beat", "still": still, "limit": own.limit, "where": own.where})
 
     def _on_signals(self) -> None:
         for number in self.signals.recv(4096):

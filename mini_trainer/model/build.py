@@ -223,7 +223,6 @@ def apply_compile(
 
     # Inside selective checkpointing torch compiles nothing that stores something, and blocks store their micro-batch.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    compiled = []
     for block in blocks:
         block.forward = Compiled(
             block.forward,
@@ -232,5 +231,4 @@ def apply_compile(
             backend=backend,
             dynamic=dynamic,
         )
-        compiled.append(block.forward)
-    return tuple(compiled)
+    return tuple(block.forward for block in blocks)

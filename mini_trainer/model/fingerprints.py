@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from mini_trainer.data.stores.contents import fingerprint_file
 from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, iterate_chunks
+from mini_trainer.options.reading import read_document
 
 if TYPE_CHECKING:
     from mini_trainer.data.tokenized.reader import TokenizedData
@@ -25,7 +25,7 @@ CONFIG_FILES = ("config.json", "generation_config.json", "preprocessor_config.js
 def fingerprint_model(model_name_or_path: str) -> str:
     """SHA-256 of a model's config and weight files (`fingerprint_file`), independent of their location."""
     config_path = Path(cached_file(model_name_or_path, "config.json"))
-    config = json.loads(config_path.read_text())
+    config = read_document(config_path)
     config.pop("transformers_version", None)
     weights = {path.name: fingerprint_file(path) for path in config_path.parent.glob("*.safetensors")}
     return hash_json([config, weights])

@@ -15,7 +15,7 @@ from mini_trainer.objectives.families.text_tower import find_blocks, find_number
 from mini_trainer.objectives.objective import Objective
 
 if TYPE_CHECKING:
-    from mini_trainer.data.tokenized.index import SampleImages
+    from mini_trainer.data.tokenized.image_sizes import SampleImages
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # values of config.layer_types
 

@@ -122,18 +122,14 @@ def open_bitsandbytes(parts: dict[str, Stored], settings: Settings, dtype: torch
     names = {key.partition(".quant_state.")[0] for key in parts if ".quant_state.bitsandbytes__" in key}
     states: dict[str, dict[str, Stored]] = {name: {} for name in sorted(names)}
     for key in list(parts):
-        name, kind = split_state(key)
+        name, mark, kind = key.partition(".quant_state.")
+        if not mark:
+            name, _, kind = key.rpartition(".")
         if name in states:
-            states[name][kind] = parts.pop(key)
+            states[name][f"quant_state.{kind}" if mark else kind] = parts.pop(key)
     for name, own in states.items():
         open_4bit(parts, name, own, dtype)
     return parts
-
-
-def split_state(key: str) -> tuple[str, str]:
-    """Splits the key of bitsandbytes' state into the weight's name and the part: (layer.weight, quant_state.x)."""
-    name, _, kind = key.partition(".quant_state.") if ".quant_state." in key else key.rpartition(".")
-    return name, f"quant_state.{kind}" if ".quant_state." in key else kind
 
 
 def open_4bit(parts: dict[str, Stored], name: str, own: dict[str, Stored], dtype: torch.dtype) -> None:

@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from mini_trainer.data.stores.disk import read_object
 from mini_trainer.data.stores.model_files import list_weights
+from mini_trainer.options.reading import open_tensors, read_object
 
 
 def check_finite(tensor: Tensor, name: str, *, where: object) -> Tensor:
     """Returns `tensor`; ValueError, with its name and `where` it is from, unless all its numbers are finite."""
-    if not tensor.is_floating_point() or tensor.numel() == 0 or is_finite(tensor):
+    if not tensor.is_floating_point() or tensor.numel() == 0:
         return tensor
-    numbers = tensor.float()
+    numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch cannot sum float8
+    # Their sum takes one pass without a copy, but it may overflow.
+    if math.isfinite(numbers.sum(dtype=torch.float32).item()) or bool(numbers.isfinite().all()):
+        return tensor
     num_nan, num_inf = int(numbers.isnan().sum()), int(numbers.isinf().sum())
     found = " and ".join(f"{count:,} {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count)
     raise ValueError(
@@ -31,15 +33,7 @@ def check_finite(tensor: Tensor, name: str, *, where: object) -> Tensor:
     )
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite: checks their sum, in one pass without a copy, then each if the sum overflows."""
-    if tensor.itemsize == 1:  # torch cannot sum float8
-        tensor = tensor.float()
-    return math.isfinite(tensor.sum(dtype=torch.float32).item()) or bool(tensor.isfinite().all())
-
-
 FP8 = ("F8_E4M3", "F8_E5M2")  # as safetensors names them
-
 QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are stored in
 
 Settings = dict[str, Any]  # `quantization_config` of a config.json
@@ -70,7 +64,7 @@ class StoredFiles:
         """All tensors by their names in the files."""
         stored = {}
         for name in list_weights(self.path):
-            with safe_open(self.path / name, framework="pt") as file:
+            with open_tensors(self.path / name) as file:
                 for key in file.keys():  # noqa: SIM118
                     part = file.get_slice(key)
                     read = functools.partial(self.read, name, key)
@@ -82,7 +76,7 @@ class StoredFiles:
         if self.opened is None:
             return read_tensor(self.path / name, key)
         if name not in self.opened:
-            self.opened[name] = safe_open(self.path / name, framework="pt")
+            self.opened[name] = open_tensors(self.path / name)
         return self.opened[name].get_tensor(key)
 
     @contextmanager
@@ -97,7 +91,7 @@ class StoredFiles:
 
 def read_tensor(path: Path, key: str) -> Tensor:
     """Reads a memory-mapped tensor: its pages are read on use, and released with it."""
-    with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         return file.get_tensor(key)
 
 

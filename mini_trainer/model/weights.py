@@ -117,9 +117,8 @@ def initialize_missing(
     readers |= {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in made.items()}
     report["missing_keys"] = [key for key in report["missing_keys"] if key not in made]
     report["mismatched_keys"] = [key for key in report["mismatched_keys"] if key[0] not in made]
-    replaced = (
-        f" ({', '.join(sorted(others & made.keys()))} for other labels are discarded)" if others & made.keys() else ""
-    )
+    discarded = ", ".join(sorted(others & made.keys()))
+    replaced = f" ({discarded} for other labels are discarded)" if discarded else ""
     log.info(f"newly initialized, since the model's files do not have them: {', '.join(sorted(made))}{replaced}")
 
 
@@ -343,7 +342,6 @@ def read_whole(source: ModelSource, family: Family) -> tuple[PreTrainedModel, di
 
 def grow_vocabulary(model: PreTrainedModel, readers: dict[str, Reader], vocab_size: int) -> None:
     """Adds embeddings, and rows and biases of the head, up to `vocab_size`, each the mean of the old ones."""
-
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     old = text_config(model.config).vocab_size
     if any(len(module.weight) != old for module in modules if module is not None):

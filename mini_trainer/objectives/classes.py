@@ -285,8 +285,6 @@ class Classification(Objective):
     task: DataTask
     loss: ClassLoss
 
-    gives_predictions = True
-
     @classmethod
     def make_family(cls, settings: ObjectiveSettings) -> ClassifierFamily:
         return ClassifierFamily(of_tokens=False, seed=settings.head_seed)

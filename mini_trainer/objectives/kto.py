@@ -23,8 +23,6 @@ from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettin
 
 KTO = "kto"
 BETA = 0.1
-# Sums over the good and over the bad answers: columns of a step's report.
-SUMS = ("weight", "rewards", "logps")
 
 
 @dataclass(kw_only=True)
@@ -122,7 +120,6 @@ class Feedback(CausalLM):
 
     name = KTO
     metrics = {"loss": False, "rewards/margins": True}  # noqa: RUF012
-    gives_predictions = True
     num_trained_sequences = 1
 
     @classmethod
@@ -161,16 +158,13 @@ class Feedback(CausalLM):
     def pack_targets(self, samples: Sequence[Sample], row: Row) -> FeedbackTargets:
         targets = super().pack_targets(samples, row)
         places = targets.find_sequences(row)
-        has_reference = REFERENCE_COLUMN in samples[0]
         return FeedbackTargets(
             **vars(targets),
             places=places,
             lengths=torch.bincount(places, minlength=len(samples))[:, None].float(),
             good=preferences.gather_numbers(samples, GOOD_COLUMN, preferences.ONE)[:, 0],
             numbers=preferences.gather_sample_numbers(samples),
-            reference=preferences.gather_numbers(samples, REFERENCE_COLUMN, preferences.ZERO)
-            if has_reference
-            else None,
+            reference=preferences.gather_reference(samples),
         )
 
     def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:

@@ -164,20 +164,19 @@ def weigh_by_probability(log_probs: Tensor, target: Tensor) -> Tensor:  # (rows,
 
 def weigh_by_entropy(log_probs: Tensor, target: Tensor) -> Tensor:  # (rows, V), (rows, 1) -> (rows, 1)
     """The entropy among the 20 most probable tokens, from 0 to 1: entropy-adaptive fine-tuning, arXiv 2601.02151."""
-    top = log_probs.topk(min(NUM_TOP, log_probs.shape[1]), dim=1).values.log_softmax(dim=1)
+    top = log_probs.topk(min(20, log_probs.shape[1]), dim=1).values.log_softmax(dim=1)
     return -(top.exp() * top).sum(dim=1, keepdim=True) / math.log(top.shape[1])
 
 
-NUM_TOP = 20
 WEIGHED = dict(WEIGHTINGS)  # looked up in compiled code, which cannot import
 
 
 @torch.no_grad()
-def score_tokens(tokens: TrainedTokens, *, chunk_bytes: int = CHUNK_BYTES) -> Tensor:  # (N, 3) fp64
+def score_tokens(tokens: TrainedTokens) -> Tensor:  # (N, 3) fp64
     """(Weighted) cross-entropy of each token, whether its target was the most likely one, and 1."""
     targets = tokens.targets
     scores = torch.ones(len(targets), 3, dtype=torch.float64, device=targets.device)
-    for chunk in iterate_chunks(len(targets), len(tokens.weight), chunk_bytes=chunk_bytes):
+    for chunk in iterate_chunks(len(targets), len(tokens.weight)):
         logits = compute_logits(tokens, chunk).float()
         scores[chunk, 0] = torch.nn.functional.cross_entropy(logits, targets[chunk], reduction="none").double()
         scores[chunk, 1] = (logits.argmax(-1) == targets[chunk]).double()

@@ -151,7 +151,6 @@ class Objective(ABC):
         """Its name in model cards and on the console."""
         return self.name
 
-    gives_predictions: ClassVar[bool] = False  # whether `Scores` has each target and its prediction
     # Sequences of a sample that train, from the first on; the others are only read ahead, forward. None: all train.
     num_trained_sequences: ClassVar[int | None] = None
 
@@ -440,8 +439,7 @@ class PackedModel(nn.Module):
         that counts in it."""
         with self.kernels.turned_off():
             own = self.row_model.run_own(micro_batch)
-        row = micro_batch.row
-        targets = micro_batch.targets
+        row, targets = micro_batch.row, micro_batch.targets
         if row.row_group is not None:
             targets = targets.gather(row.row_group, num_tokens=row.seq_lengths[0])
         return own.hidden, self.loss.sum_own(own, targets) + own.extra_loss

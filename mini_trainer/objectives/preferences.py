@@ -45,6 +45,10 @@ def gather_sample_numbers(samples: Sequence[base.Sample]) -> SampleNumbers:
     )
 
 
+def gather_reference(samples: Sequence[base.Sample]) -> Tensor | None:  # (S, 2) fp32
+    return gather_numbers(samples, REFERENCE_COLUMN, ZERO) if REFERENCE_COLUMN in samples[0] else None
+
+
 def gather_numbers(samples: Sequence[base.Sample], name: str, default: np.ndarray) -> Tensor:  # (S, ...) fp32
     """An optional column of a fixed number of values for each sample."""
     return torch.from_numpy(np.array([sample.get(name, default) for sample in samples], np.float32))
@@ -399,13 +403,12 @@ class Preferences(next_tokens.CausalLM):
             2 * pair + side for pair, sample in enumerate(samples) for side in range(len(base.list_sequences(sample)))
         ]
         places = np.array(sides)[targets.find_sequences(row).numpy()]
-        has_reference = REFERENCE_COLUMN in samples[0]
         return AnswerTargets(
             **vars(targets),
             places=torch.from_numpy(places),
             lengths=torch.from_numpy(np.bincount(places, minlength=2 * len(samples)).astype(np.float32).reshape(-1, 2)),
             numbers=gather_sample_numbers(samples),
-            reference=gather_numbers(samples, REFERENCE_COLUMN, ZERO) if has_reference else None,
+            reference=gather_reference(samples),
         )
 
     def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[base.Sample]) -> dict[str, float]:

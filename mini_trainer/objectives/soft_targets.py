@@ -78,11 +78,9 @@ class TopTokenLoss(next_tokens.TokenLoss):
         found = self.score_top(self.read(row_model, micro_batch))
         return Scores(found.new_zeros(targets.num_sources, 1), torch.cat([places.double(), found], dim=1))
 
-    def score_top(
-        self, tokens: next_tokens.TrainedTokens, *, chunk_bytes: int = next_tokens.CHUNK_BYTES
-    ) -> Tensor:  # (N, 2K + 2) fp64
+    def score_top(self, tokens: next_tokens.TrainedTokens) -> Tensor:  # (N, 2K + 2) fp64
         parts = [tokens.hidden.new_zeros(0, 2 * self.top_k + 2, dtype=torch.float64)]
-        for chunk in next_tokens.iterate_chunks(len(tokens.targets), len(tokens.weight), chunk_bytes=chunk_bytes):
+        for chunk in next_tokens.iterate_chunks(len(tokens.targets), len(tokens.weight)):
             logits = next_tokens.compute_logits(tokens, chunk)[:, : self.num_ids].float()
             log_q = logits.div_(self.temperature).log_softmax(dim=1)
             top, of_target = log_q.topk(self.top_k, dim=1), log_q.gather(1, tokens.targets[chunk, None])
@@ -100,8 +98,6 @@ class TopTokens(next_tokens.CausalLM):
     top_k: int = 1
     temperature: float = 1.0
     num_ids: int = 0
-
-    gives_predictions = True
 
     def make_loss(self, *, is_fused: bool = False) -> TopTokenLoss:
         return TopTokenLoss(is_fused=is_fused, top_k=self.top_k, temperature=self.temperature, num_ids=self.num_ids)

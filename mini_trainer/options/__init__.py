@@ -34,7 +34,6 @@ from mini_trainer.options.fields import (
     replace_options,
 )
 from mini_trainer.options.learning import (
-    SCHEDULES_WITH_END,
     ClassificationOptions,
     LoRAOptions,
     ModelOptions,

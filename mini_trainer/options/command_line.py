@@ -17,8 +17,8 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from mini_trainer.distributed.command import describe_version, name_command
-from mini_trainer.distributed.ending import exit_with_message, shorten_interrupts
-from mini_trainer.distributed.messages import print_as_is, say
+from mini_trainer.distributed.ending import describe_error, exit_with_message, shorten_interrupts
+from mini_trainer.distributed.messages import print_as_is, say, say_note
 from mini_trainer.options import (
     Options,
     TrainOptions,
@@ -29,7 +29,9 @@ from mini_trainer.options import (
     replace_options,
 )
 from mini_trainer.options.fields import flag_for, list_choices
+from mini_trainer.options.places import choose_places
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options.reading import check_unicode
 
 HELP = ("--help", "-h")
 # Flags that other programs of this kind have, in our words.
@@ -67,6 +69,8 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     if "kernels" in list_types(options_class):
         argv = [part for word in argv for part in SPELLINGS.get(word, (word,))]
     try:
+        if (moved := choose_places()) is not None and is_first:
+            say_note(f"warning: {moved}")
         refuse_useless_flags(argv, options_class)
         if any("," in word for word in argv):
             from mini_trainer.options.option_files import refuse_joined_values
@@ -74,10 +78,11 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
             refuse_joined_values(iterate_flags(argv), options_class)
         check_unicode([os.getcwd(), *argv])
         words = argv
-        if paths := find_configs(argv, options_class):
+        given = [value for name, values in iterate_flags(argv) if name == "config" for value in values]
+        if given and "config" in list_types(options_class):
             from mini_trainer.options.option_files import read_configs_as_flags
 
-            words = [*read_configs_as_flags(paths, options_class), *argv]
+            words = [*read_configs_as_flags(list(map(find_config, given)), options_class), *argv]
         check_unicode(words)
         refuse_unknown_words(words, options_class)
         words = find_preset_words(words, options_class) + words
@@ -86,8 +91,9 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         problems = find_problems(options)
         if problems:
             raise ValueError("these options cannot be used as they are:\n  " + "\n  ".join(problems))
-    except ValueError as error:
-        exit_with_message(f"{error}\n{name_command()} --help all lists all options")
+    except (ValueError, OSError) as error:
+        code, message, _ = describe_error(error)
+        exit_with_message(f"{message}\n{name_command()} --help all lists all options", code=code)
     if isinstance(options, TrainOptions) and options.plan.print_config:
         if is_first:
             from mini_trainer.options.option_files import describe_options
@@ -126,16 +132,6 @@ def reading_flags(options_class: type) -> Iterator[None]:
         from mini_trainer.options.option_files import describe_misread
 
         raise ValueError(describe_misread(textwrap.dedent("\n".join(message)), options_class)) from None
-
-
-def check_unicode(words: list[str]) -> None:
-    """ValueError for words that are not UTF-8: reports, JSON files and trackers cannot name such paths."""
-    for word in words:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            shown = word.encode("utf-8", "backslashreplace").decode()
-            raise ValueError(f"{shown}: not UTF-8 text; rename that file or directory") from None
 
 
 def refuse_hub_kernels() -> None:
@@ -213,14 +209,6 @@ def suggest(word: str, known: Iterable[str], *, most: int = 1) -> str:
     """A question whether the closest of the `known` words was meant; empty if none is close."""
     close = difflib.get_close_matches(word, known, n=most)
     return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def find_configs(argv: list[str], options_class: type) -> list[Path]:
-    """The files of `--config F G` or `--config=F G`, of which some may be recipes; none for options without files."""
-    if "config" not in list_types(options_class):
-        return []
-    given = [value for name, values in iterate_flags(argv) if name == "config" for value in values]
-    return list(map(find_config, given))
 
 
 def find_config(given: str) -> Path:

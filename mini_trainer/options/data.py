@@ -7,11 +7,12 @@ from typing import Literal
 
 from mini_trainer.options.doors import NAMED_FORMATS, TEXT_FORMATS, WEIGHED_BY
 from mini_trainer.options.fields import option, parse_column, parse_subset
+from mini_trainer.options.places import USUAL
 
 DEFAULT_BATCH_SIZE = 128
 MAX_TOKENS = 8192  # of a micro-batch, where nothing is measured
 TRAINING_DATA = "training-data"  # among validation sets: the run's own
-DATA_CACHE_DIR = "~/.cache/mini_trainer/data"
+DATA_CACHE_DIR = f"{USUAL}/data"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from mini_trainer.options import doors
 from mini_trainer.options.fields import option, parse_rate, parse_steps_or_share
 from mini_trainer.options.objectives import OBJECTIVES
+from mini_trainer.options.places import USUAL
 
 MOST_RANK = 65_536  # of an adapter: wider than any layer that gets one
 SCHEDULES_WITH_END = tuple(doors.DECAYS)
@@ -177,7 +178,7 @@ class OSFTOptions:
     """Layers to constrain, by parts of their names, such as q_proj or mlp. Default: all linear layers of the blocks."""
     osft_train_others: bool = False
     """Train embeddings, norms, biases and head too, which can still change what the kept directions protect."""
-    osft_cache_dir: str = option("~/.cache/mini_trainer/osft", is_path=True)
+    osft_cache_dir: str = option(f"{USUAL}/osft", is_path=True)
     """Cache directory for decompositions, by the hash of the weights."""
     osft_basis: Literal["weights", "activations"] = "weights"
     """Directions to keep: the weights' singular vectors, for which no data are needed, or the principal directions of

@@ -22,7 +22,7 @@ import yaml
 from mini_trainer.options import flag_name, iterate_fields, list_types
 from mini_trainer.options.fields import flag_for, name_type
 from mini_trainer.options.problems.finding import find_single_problems
-from mini_trainer.options.reading import check_regular, open_regular
+from mini_trainer.options.reading import read_text
 from mini_trainer.options.urls import is_secret
 
 MOST_BYTES = 1 << 20  # of a YAML file
@@ -117,14 +117,9 @@ def refuse_node(reason: str, node: yaml.Node | yaml.Event) -> NoReturn:
 def read_yaml(path: Path, *, named: str, loader: type[Loader] = Loader) -> dict[Any, Any]:
     """The keys and values of a YAML file; ValueError, in which the file is called `named`, for anything else."""
     try:
-        check_regular(path)
-        with open_regular(path) as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise OSError(f"larger than {MOST_BYTES:,} bytes, the limit")
-        content = yaml.load(text.decode(), Loader=loader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{named}: cannot be read: {error}") from None
+        content = yaml.load(read_text(path, most=MOST_BYTES), Loader=loader)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{named}: cannot be read: {str(error).removeprefix(f'{path}: ')}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = ": ".join(filter(None, (error.context, error.problem)))

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from mini_trainer.options.data import DATA_CACHE_DIR, RowOptions
 from mini_trainer.options.doors import DTYPES, ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
-from mini_trainer.options.fields import option
+from mini_trainer.options.fields import option, parse_shard
 
 OF_SERVER = ("engine", ("openai",))
 MOST_TOP_K = 256  # tokens that a teacher's file names of each position
@@ -51,7 +51,7 @@ class ProcessDataOptions:
     """HTML page to write, with the report and samples to browse."""
     string_for_printing_masks: str | None = None
     """Text to print for each run of masked tokens, instead of the tokens."""
-    shard: str | None = None
+    shard: str | None = option(None, parse=parse_shard)
     """Make only part I of N (3/8) of the output; the process that makes the last part joins them. Under torchrun or
     srun each process makes one part by default; 1/1 makes everything."""
     join: bool = False
@@ -236,7 +236,8 @@ class ServeOptions:
     """Server: vllm serve (pip install vllm), or hf for transformers serve (pip install "transformers[serving]").
     Default: vllm if it is installed."""
     host: str = "127.0.0.1"
-    """Address to listen on. Anyone who reaches it can use the model: 0.0.0.0 means the whole network."""
+    """Address to listen on; 0.0.0.0: the whole network. Anyone who reaches it can use the model, unless the environment
+    variable MINI_TRAINER_API_KEY has a key, which clients then have to send."""
     port: int = option(8000, at_least=1, at_most=65535)
     """Port to listen on."""
     allowed_hosts: tuple[str, ...] = ()

@@ -155,7 +155,7 @@ def find_largest(probes: list[Probe], *, least: int, most: int) -> int:
     slope = extrapolate(probes, "excess_bytes", last.tokens + 1) - last.excess_bytes
     room = -last.excess_bytes / slope if slope > 0 else most
     largest = min(most, int(last.tokens + room))
-    return largest if largest <= least or largest == most else round_tokens(largest, longest=least, most=most)
+    return largest if largest <= least or largest == most else max(least, largest // TOKEN_MULTIPLE * TOKEN_MULTIPLE)
 
 
 def extrapolate(probes: list[Probe], key: str, num_tokens: int) -> float:
@@ -166,11 +166,6 @@ def extrapolate(probes: list[Probe], key: str, num_tokens: int) -> float:
     else:
         slope = (getattr(last, key) - getattr(before, key)) / max(1, last.tokens - before.tokens)
     return getattr(last, key) + slope * (num_tokens - last.tokens)
-
-
-def round_tokens(num_tokens: float, *, longest: int, most: int) -> int:
-    """`num_tokens` as a multiple of `TOKEN_MULTIPLE`, but at least the longest sample and at most `most`."""
-    return max(longest, min(most, int(num_tokens) // TOKEN_MULTIPLE * TOKEN_MULTIPLE))
 
 
 def count_useful_tokens(data: Mixture, batches: Iterator[np.ndarray], *, world_size: int) -> tuple[int, int]:

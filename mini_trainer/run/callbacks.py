@@ -140,16 +140,12 @@ class Callbacks(Sink):
             who = f"{path}, {hook} after step {self.step}"
             with self.control.slow(f"{hook} of the callback {path}"):
                 try:
-                    self._take(who, getattr(callback, hook)(received))
+                    answer = getattr(callback, hook)(received)
+                    if answer is not None and not isinstance(answer, Answer):
+                        raise TypeError(f"a hook returned {answer!r}: must be None or a mini_trainer.Answer")
+                    self.pending += [(who, one) for one in answer or ()]
                 except (Exception, SystemExit) as error:
                     self._fail(who, path, error)
-
-    def _take(self, who: str, answer: Answer | None) -> None:
-        if answer is None:
-            return
-        if not isinstance(answer, Answer):
-            raise TypeError(f"a hook returned {answer!r}: must be None or a mini_trainer.Answer")
-        self.pending += [(who, one) for one in answer]
 
     def _fail(self, who: str, path: str, error: BaseException) -> None:
         """Ends the run after the next step; the log gets the whole traceback, on any rank."""

@@ -16,15 +16,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from mini_trainer.data.stores.contents import MANIFEST, load_manifest
+from mini_trainer.options.reading import open_tensors
 from mini_trainer.run.write_pool import DTYPES, WritePool, encode_header
 
 STATE = "state.json"
 DAMAGED = "damaged_"  # name prefix of damaged checkpoints
-STEP_NAME, SHARD_NAME = r"step_\d+", r"rank_(\d+)\.safetensors"
+STEP_NAME = r"step_\d+"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], pool: WritePool) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class TensorReader:
                 continue
             try:
                 if shard not in self._files:
-                    self._files[shard] = safe_open(self.directory / shard_name(shard), framework="pt")
+                    self._files[shard] = open_tensors(self.directory / shard_name(shard))
                 file = self._files[shard]
                 part = file.get_slice(name)[slices(low, high, start)] if shape else file.get_tensor(name)
                 target[slices(low, high, offset)].copy_(part)

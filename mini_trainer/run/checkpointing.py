@@ -22,6 +22,7 @@ from mini_trainer.model.method import Method
 from mini_trainer.model.optim.optimizers import state_keys
 from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.objective import PackedModel
+from mini_trainer.options.reading import hash_file, read_json
 from mini_trainer.run import checkpoint_files
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.write_pool import WritePool
@@ -252,7 +253,7 @@ class Checkpointer:
         """Describes the first damaged file; None if all are unchanged. The ranks share the files."""
         own = range(self.world.rank, checkpoint.layout["num_shards"], self.world.world_size)
         found = gather_on_rank0(
-            self.world, {name: disk.hash_file(checkpoint.path / name) for name in map(checkpoint_files.shard_name, own)}
+            self.world, {name: hash_file(checkpoint.path / name) for name in map(checkpoint_files.shard_name, own)}
         )
         return call_on_rank0(self.world, lambda: find_damage(checkpoint, found))
 
@@ -303,10 +304,9 @@ class Checkpointer:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Opens a checkpoint without verifying its tensors; ValueError if it is not one or is incomplete."""
     manifest = checkpoint_files.read_manifest(path)
-    checkpoint_files.check_hash(
-        checkpoint_files.STATE, disk.hash_file(path / checkpoint_files.STATE), manifest["files"][checkpoint_files.STATE]
-    )
-    state = disk.read_json(path / checkpoint_files.STATE)
+    name = checkpoint_files.STATE
+    checkpoint_files.check_hash(name, hash_file(path / name), manifest["files"][name])
+    state = read_json(path / name)
     check_state(state, path.name)
     layout = {key: manifest[key] for key in ("num_shards", "tensors")}
     return Checkpoint(path, disk.hash_json(manifest), layout, state)

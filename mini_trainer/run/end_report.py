@@ -5,11 +5,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import parse_metrics
 from mini_trainer.distributed.command import name_program
 from mini_trainer.distributed.ending import log
+from mini_trainer.options.reading import open_own, parse_metrics
 from mini_trainer.run.exports import Exports
-from mini_trainer.run.file_names import METRICS_FILE, VALIDATION_FILE
+from mini_trainer.run.file_names import LATEST, METRICS_FILE, VALIDATION_FILE
 from mini_trainer.sampler import RunPosition
 
 PLAIN_ROLES = {"completion", "document"}  # of texts without a chat template
@@ -37,8 +37,9 @@ def describe_result(message: str, exports: Exports, position: RunPosition, *, be
     models = [(path, name) for path, name in [*models, (last_model, "model after the last step")] if path.is_dir()]
     lines += [f"{name}: {path}" for path, name in models]
     if models:
-        model = models[0][0]
-        lines += describe_trial(exports.shortest_path_of(position) if model == last_model else model, exports)
+        model, link = models[0][0], exports.directory / LATEST
+        is_latest = model == last_model and link.is_dir() and link.samefile(model)
+        lines += describe_trial(link if is_latest else model, exports)
     if last:
         curves = quote(output_dir / "curves.html")
         lines.append(f"curves: {name_program('plot-metrics')} {quote(output_dir)} --output {curves}")
@@ -49,7 +50,7 @@ def read_ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first and the last line of a metrics file; empty if there is none, or if it is damaged."""
     if not path.is_file():
         return {}, {}
-    with path.open("rb") as file:
+    with open_own(path, "rb") as file:
         first = file.readline()
         file.seek(max(0, path.stat().st_size - MOST_BYTES_OF_LINE))
         last = (file.read().splitlines() or [first])[-1]
@@ -67,8 +68,7 @@ def describe_trial(model: Path, exports: Exports) -> list[str]:
     if inputs.objective.pipeline_tag == "text-generation" and saw_chats:
         return [f"try it: {name_program('chat')} {quote(model)}"]
     data = (inputs.validation_data or inputs.data).sources[0].path
-    target = exports.output_dir / "evaluation"
-    command = name_program("evaluate")
+    command, target = name_program("evaluate"), exports.output_dir / "evaluation"
     return [f"try it: {command} --model {quote(model)} --data {quote(data)} --output-dir {quote(target)}"]
 
 

@@ -28,6 +28,7 @@ from mini_trainer.model.weights import NOT_PLANNABLE, WeightGroup, list_left_out
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import is_multimodal, text_config
 from mini_trainer.objectives.objective import PackedModel
+from mini_trainer.options.reading import hash_file
 from mini_trainer.run.write_pool import DTYPES, TensorFile, WritePool
 
 PATTERN = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")
@@ -309,7 +310,7 @@ class ExportWriter:
                 disk.sync_file(file)
             for directory in {file.parent for file in files}:
                 disk.sync_dir(directory)
-            entries = {str(file.relative_to(aside)): hashed.get(file) or disk.hash_file(file) for file in files}
+            entries = {str(file.relative_to(aside)): hashed.get(file) or hash_file(file) for file in files}
             write_manifest(aside, {"format": FORMAT, "files": entries})
             disk.put_in_place(aside, self.export_dir)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import read_object
 from mini_trainer.data.stores.model_files import INDEX, WEIGHTS, list_weights
 from mini_trainer.model.stored_tensors import Stored
+from mini_trainer.options.reading import open_regular, read_object
 from mini_trainer.run.write_pool import METADATA, TensorFile, WritePool, encode_header
 
 DEQUANTIZED = "dequantized.safetensors"  # temporary name, until the file is numbered
@@ -28,11 +28,6 @@ class StoredTensor:
     start: int  # its first byte in the file
     num_bytes: int
 
-    @property
-    def alignment(self) -> float:
-        """Bytes per number: in a file, tensors with the widest numbers come first, so that all are aligned."""
-        return self.num_bytes / max(1, math.prod(self.entry["shape"]))
-
 
 def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     """Every tensor in a model's files, by name."""
@@ -48,7 +43,7 @@ def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Reads a safetensors file's header; also returns the offset of its data."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(size)), 8 + size
 
@@ -120,7 +115,8 @@ def write_stored(path: Path, tensors: dict[str, Stored], pool: WritePool) -> Non
 
 def write_copies(path: Path, tensors: list[StoredTensor], pool: WritePool) -> None:
     """Starts writing a safetensors file of other files' tensors, of any dtype: their bytes are copied uninterpreted."""
-    tensors = sorted(tensors, key=lambda tensor: (-tensor.alignment, tensor.name))
+    # Those with the widest numbers come first, so that all are aligned.
+    tensors = sorted(tensors, key=lambda one: (-one.num_bytes / max(1, math.prod(one.entry["shape"])), one.name))
     header: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
     for tensor in tensors:
@@ -129,7 +125,7 @@ def write_copies(path: Path, tensors: list[StoredTensor], pool: WritePool) -> No
     text = encode_header(header)
     number, written = pool.add_file(path, text, len(text) + end), len(text)
     for tensor in tensors:
-        with tensor.path.open("rb") as source:
+        with open_regular(tensor.path) as source:
             source.seek(tensor.start)
             left = tensor.num_bytes
             while left:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
 
 from mini_trainer.data.stores.disk import link_beside, remove_directory
 from mini_trainer.data.stores.model_files import CARD_FILE
@@ -81,11 +80,6 @@ class Exports:
             link_beside(export_dir, LATEST)
         except OSError as error:
             log.warning(f"note: {self.directory / LATEST} does not lead to {export_dir.name}: {error}")
-
-    def shortest_path_of(self, position: RunPosition) -> Path:
-        """The link to the export for `position`, if that is the latest."""
-        path, link = self.path_of(position), self.directory / LATEST
-        return link if path.is_dir() and link.is_dir() and link.samefile(path) else path
 
     @property
     def dtype(self) -> torch.dtype:
@@ -158,10 +152,6 @@ class Exports:
             f" {self.first_averaged:,}. With --early-stopping-patience, use --weight-average ema"
         )
 
-    def finish_uploads(self, *, is_done: bool) -> None:
-        for uploads in self.uploads:
-            uploads.close(is_done=is_done)
-
 
 def list_numbers(directory: Path) -> list[int]:
     """The numbers of samples in the names of a directory's exports, ascending."""
@@ -188,7 +178,11 @@ def check_export(
     packed_model.train()
 
     def compare() -> None:
-        exported = PackedModel(load_back(export_dir, parts), objective, backend="eager", compute_dtype=torch.float32)
+        try:
+            model = parts.method.load_export(export_dir, parts.source, parts.family)
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:  # from transformers and peft
+            raise ValueError(f"--check-export: {export_dir} cannot be loaded back: {error}") from None
+        exported = PackedModel(model, objective, backend="eager", compute_dtype=torch.float32)
         loss = sum(exported.eval().reference(objective.pack([sample]))[1].item() for sample in samples)
         is_exact = parts.dtype == packed_model.compute_dtype == torch.float32
         rounding = TOLERANCE_EXACT if is_exact else TOLERANCE_ROUNDED
@@ -201,10 +195,3 @@ def check_export(
         log.info(f"export {export_dir.name}: loaded back, its loss matches the trained model's ({loss:.4f})")
 
     call_on_rank0(world, compare)
-
-
-def load_back(export_dir: Path, parts: ExportParts) -> PreTrainedModel:
-    try:
-        return parts.method.load_export(export_dir, parts.source, parts.family)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:  # from transformers and peft
-        raise ValueError(f"--check-export: {export_dir} cannot be loaded back: {error}") from None

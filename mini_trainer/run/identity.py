@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import hash_json, is_part, read_fields, written_aside
+from mini_trainer.data.stores.disk import hash_json, is_part, write_text
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.by_row import PERMUTATION, name_rule
 from mini_trainer.data.tokenized.reader import name_source
@@ -33,6 +33,8 @@ from mini_trainer.options import (
     list_defaults,
     list_identifying_options,
 )
+from mini_trainer.options.places import expand
+from mini_trainer.options.reading import read_fields
 from mini_trainer.options.urls import is_url
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.file_names import NOTES_FILE, PARAMS_FILE
@@ -92,7 +94,7 @@ def list_own_entries(output_dir: Path, own_paths: Sequence[str]) -> set[str]:
     Other files of a data set begin with its name: the sidecar, the index, the tokenizer.
     """
     root = output_dir.absolute()
-    inside = [Path(path).expanduser().absolute() for path in own_paths if not is_url(path)]
+    inside = [expand(path).absolute() for path in own_paths if not is_url(path)]
     cached = [path.name for path in root.glob(f"{'[0-9a-f]' * 64}.safetensors")] if root in inside else []
     return {*cached, *(path.relative_to(root).parts[0] for path in inside if root in path.parents)}
 
@@ -200,13 +202,15 @@ def record_start(
     `facts` of this start, as JSON: its `first_step`, the checkpoint that it is `resumed_from` (without one, earlier
     starts belong to another run), and others. Time and hardware are added.
     """
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     start = {
         "started": timestamp(),
         **facts,
         "world_size": world.world_size,
         "device": describe_device(world.device),
         "versions": read_versions(),
-        "git_commit": read_git_commit(),
+        "git_commit": commit or None,  # None outside a checkout
         "command": hide_in(sys.argv),
     }
     starts = []
@@ -222,28 +226,19 @@ def record_start(
 
 def record_end(output_dir: Path) -> None:
     """Records in training_params.json that the run is finished."""
-    params = read_params(output_dir)
-    write_params(output_dir, params | {"finished": timestamp()})
+    write_params(output_dir, read_params(output_dir) | {"finished": timestamp()})
 
 
 def write_params(output_dir: Path, params: dict[str, Any]) -> None:
     path = output_dir / PARAMS_FILE
     try:
-        with written_aside(path) as (aside,):
-            aside.write_text(json.dumps(params, indent=2) + "\n")
+        write_text(path, json.dumps(params, indent=2) + "\n")
     except OSError as error:
         raise OSError(f"cannot write {path}: {error}") from None
 
 
 def timestamp() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def read_git_commit() -> str | None:
-    """The commit of the checkout that holds this file; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None
 
 
 def describe_run(values: Mapping[str, Any], world: World) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mini_trainer.data.tokenized.index import CountPatches, SampleImages, count_row_images
+from mini_trainer.data.tokenized.image_sizes import CountPatches, SampleImages, count_row_images
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.options import VisionOptions
 from mini_trainer.run.inputs import RunInputs

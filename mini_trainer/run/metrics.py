@@ -69,7 +69,6 @@ class StepMeter:
         costs = np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])
         total_seconds = seconds + sums.data_wait_seconds
         batch_flops = self.flops.of_rows(batch.sample_ids, batch.data, self.objective)
-        peak = self.peak_flops
         metrics = StepMetrics(
             step=position.step,
             epoch=position.num_samples / self.epoch_length,
@@ -89,7 +88,7 @@ class StepMeter:
             packing_efficiency=int(sizes.sum()) / (num_micro_batches * world_size * self.max_tokens_per_gpu),
             rank_balance=float(costs.mean(axis=1).sum() / costs.max(axis=1).sum()),
             data_wait_seconds=sums.data_wait_seconds,
-            mfu=None if peak is None else batch_flops / total_seconds / (peak * world_size),
+            mfu=None if self.peak_flops is None else batch_flops / total_seconds / (self.peak_flops * world_size),
         )
         own = self.objective.describe_step(sums.reports, batch.divisors)
         sources = measure_sources(batch, sums, position, self.objective)

@@ -14,13 +14,13 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import AutoModelForImageTextToText
 
-from mini_trainer.data.stores.disk import read_metrics
 from mini_trainer.data.stores.model_files import CARD_FILE, name_model
 from mini_trainer.data.tokenized.by_row import sum_values
 from mini_trainer.data.tokenized.mixture import name_sources
 from mini_trainer.distributed.messages import hide_secrets
 from mini_trainer.objectives.families.text_tower import is_multimodal
 from mini_trainer.options import TrainOptions, iterate_fields, list_validation_data
+from mini_trainer.options.reading import read_metrics, read_text
 from mini_trainer.run.identity import read_params, to_json
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
@@ -129,7 +129,7 @@ def describe_head(name: str, inputs: RunInputs, values: Mapping[str, Any], measu
 def find_license(model_dir: Path) -> dict[str, str]:
     """The licence that the base model's card names, as metadata; empty if there is none."""
     try:
-        base = ModelCard((model_dir / CARD_FILE).read_text(encoding="utf-8"), ignore_metadata_errors=True).data
+        base = ModelCard(read_text(model_dir / CARD_FILE), ignore_metadata_errors=True).data
     except (OSError, ValueError, yaml.YAMLError):  # no card, or one without metadata that can be read
         return {}
     named = {name: getattr(base, name, None) for name in ("license", "license_name", "license_link")}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mini_trainer.data.stores.disk import remove_quietly
+from mini_trainer.options.reading import open_own, read_bytes, read_text
 
 MADE = ".disk_check.part"  # in the output directory; a later start ignores one left by a killed run
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -53,10 +54,10 @@ def find_failure(directory: Path) -> str | None:
 def append(directory: Path) -> None:
     path = directory / "appended"
     for number in (1, 2):
-        with path.open("a", encoding="utf-8") as file:
+        with open_own(path, "a") as file:
             file.write(f"{number}\n")
             file.flush()
-            if not path.read_text(encoding="utf-8").endswith(f"{number}\n"):
+            if not read_text(path).endswith(f"{number}\n"):
                 raise OSError("appended bytes cannot be read")
 
 
@@ -65,7 +66,7 @@ def replace_file(directory: Path) -> None:
     for number in (1, 2):
         aside.write_text(str(number), encoding="utf-8")
         aside.replace(path)
-    if path.read_text(encoding="utf-8") != "2":
+    if read_text(path) != "2":
         raise OSError("the earlier one is still there")
 
 
@@ -74,7 +75,7 @@ def rename_directory(directory: Path) -> None:
     aside.mkdir()
     (aside / "file").write_text("1", encoding="utf-8")
     aside.rename(target)
-    if (target / "file").read_text(encoding="utf-8") != "1":
+    if read_text(target / "file") != "1":
         raise OSError("a file in it reads differently then")
 
 
@@ -83,7 +84,7 @@ def describe_mount(directory: Path) -> str:
     place, kind = Path(directory.anchor), "its file system"
     path = directory.resolve()
     if MOUNTS.exists():
-        for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in read_bytes(MOUNTS).decode(errors="replace").splitlines():
             _, mounted, found, *_ = line.split(" ")
             if path.is_relative_to(mounted) and len(mounted) >= len(str(place)):
                 place, kind = Path(mounted), found

@@ -18,6 +18,7 @@ from mini_trainer.distributed.meeting import MOST_NODES, late_notice
 from mini_trainer.distributed.messages import describe_ranks
 from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.world import World, call_on_rank0, gather_on_rank0
+from mini_trainer.options.reading import read_text
 from mini_trainer.run.preflight import MADE, find_failure
 
 SECONDS_TO_APPEAR = 75.0  # an NFS client may cache a directory's content for 60 s (acdirmax)
@@ -146,7 +147,7 @@ def appears(path: Path, token: str, deadline: float) -> bool:
             for parent in (path.parents[2], path.parents[1], path.parents[0]):
                 os.close(os.open(parent, os.O_RDONLY))
         with suppress(OSError):
-            if path.read_text() == token:
+            if read_text(path) == token:
                 return True
         if time.monotonic() >= deadline:
             return False

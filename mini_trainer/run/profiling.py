@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from mini_trainer.data.stores.disk import write_text
 from mini_trainer.distributed.ending import log
 from mini_trainer.options import parse_steps
 from mini_trainer.sampler import Batch
@@ -38,10 +39,11 @@ def write_profile(profiler: torch.profiler.profile, directory: Path, *, rank: in
     profiler.stop()
     directory.mkdir(exist_ok=True)
     trace = directory / f"rank_{rank}.json"
+    trace.unlink(missing_ok=True)  # it may be a link
     profiler.export_chrome_trace(str(trace))
     on_gpu = torch.cuda.is_available()
     table = profiler.key_averages().table(
         sort_by=f"self_{'device' if on_gpu else 'cpu'}_time_total", row_limit=NUM_ROWS, max_name_column_width=80
     )
-    trace.with_suffix(".txt").write_text(table + "\n")
+    write_text(trace.with_suffix(".txt"), table + "\n")
     log.info(f"profile: {trace} (for ui.perfetto.dev), and its slowest operations in {trace.with_suffix('.txt').name}")

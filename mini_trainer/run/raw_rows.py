@@ -4,16 +4,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mini_trainer.data.stores.disk import write_text
+from mini_trainer.data.stores.made import MADE, is_as_made, record_made
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.fetched import download_data_sets, fetch_sets, find_sets, locate_sets
 from mini_trainer.data.tokenized.sidecar import find_outputs, locked
 from mini_trainer.distributed.children import name_module, tie_to_this
 from mini_trainer.distributed.ending import ExitCode, log
-from mini_trainer.distributed.messages import print_as_is
+from mini_trainer.distributed.messages import hide_in, print_as_is
 from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.options import (
@@ -25,6 +28,7 @@ from mini_trainer.options import (
     replace_options,
 )
 from mini_trainer.options.option_files import describe_options
+from mini_trainer.options.places import expand
 from mini_trainer.options.problems.training import complete_rows
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.run.identity import unwrap
@@ -44,14 +48,16 @@ def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
     options = replace_options(options, format=rows.format)
     model, trust = options.model, options.model.trust_remote_code
     model_dir = find_model(model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust)
-    cache_dir = Path(options.data_cache_dir)
+    cache_dir = expand(options.data_cache_dir)
     outputs = find_outputs(rows, model_dir, cache_dir=cache_dir, trust_remote_code=trust)
     with locked(outputs):
-        if outputs.data.exists():
+        record, key = outputs.data.with_name(MADE), outputs.data.parent.name
+        if outputs.data.exists() and is_as_made(record, key):
             log.info(f"data: already tokenized, {outputs.data}")
         else:
             log.info(f"data: tokenizing to {outputs.data}")
             run_process_data(flatten_options(options), outputs.data)
+            record_made(record, key, [path for one in outputs.data_sets for path in (one.data, one.sidecar)])
     paths: dict[str, tuple[str, ...]] = {"data_path": (str(outputs.data),)}
     if outputs.is_split:
         paths["validation_data_path"] = (str(outputs.validation.data),)
@@ -62,11 +68,20 @@ def run_process_data(values: Mapping[str, Any], output_file: Path) -> None:
     """Runs process_data.py with this run's options, by name, and forwards its output; ValueError with its message."""
     names = {option.name for option, _ in iterate_fields(ProcessDataOptions)} - {"config"}
     own = {name: value for name, value in values.items() if name in names}
-    config = output_file.with_name(OPTIONS_FILE)
     whole = {"output_file": str(output_file), "shard": "1/1"}  # the whole data set, not one part per process
-    config.write_text(describe_options(ProcessDataOptions, own | whole))
+    hidden = describe_options(ProcessDataOptions, hide_in(own | whole))
+    write_text(output_file.with_name(OPTIONS_FILE), hidden)
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as config:  # which may hold secrets, so it has no name
+        config.write(describe_options(ProcessDataOptions, own | whole))
+        config.seek(0)
+        run_command(["process-data", "--config", f"/dev/fd/{config.fileno()}"], given=config.fileno())
+
+
+def run_command(words: Sequence[str], *, given: int) -> None:
+    """Runs a command of `mini-trainer` that has the descriptor `given`; ValueError with its message."""
     child = subprocess.Popen(
-        [*name_module("mini_trainer"), "process-data", "--config", str(config)],
+        [*name_module("mini_trainer"), *words],
+        pass_fds=[given],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         encoding="utf-8",

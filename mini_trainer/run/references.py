@@ -4,21 +4,20 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
-from mini_trainer.data.stores.disk import hash_json, written_aside
+from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.fingerprints import digest_data, fingerprint_model
+from mini_trainer.model.hashed_tensors import read_hashed, write_hashed
 from mini_trainer.model.scoring.data_scores import score_data
 from mini_trainer.objectives.objective import Objective, PackedModel
-from mini_trainer.options.reading import check_regular
 from mini_trainer.run.inputs import REFERENCE_MODEL, RunInputs
 
 # Rows of a data set that are scored together and then written: a run that is killed continues from there.
@@ -107,7 +106,7 @@ def assume_reference(inputs: RunInputs) -> None:
 
 def locate_values(source: TokenizedData, key: str) -> Path:
     digest = hash_json([key, digest_data(source)])
-    return source.path.with_name(f"{source.path.name}.reference-{digest[:16]}.npz")
+    return source.path.with_name(f"{source.path.name}.reference-{digest[:32]}.safetensors")
 
 
 def read_values(data: Mixture, key: str) -> np.ndarray:  # (rows, 2) fp32
@@ -116,21 +115,16 @@ def read_values(data: Mixture, key: str) -> np.ndarray:  # (rows, 2) fp32
 
 
 def read_file(path: Path, num_rows: int) -> np.ndarray:  # (rows, 2) fp32
-    """The values in a file, whose checksum numpy compares; NaN for all if it is missing or damaged."""
-    unknown = np.full((num_rows, 2), np.nan, np.float32)
-    if not path.exists():
-        return unknown
-    try:
-        check_regular(path)
-        with np.load(path) as file:
-            values = file["values"]
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        log.warning(f"warning: {path}: damaged ({error}): its rows are scored again")
-        return unknown
-    if values.shape != unknown.shape or values.dtype != unknown.dtype:
-        log.warning(f"warning: {path}: has {values.dtype} {values.shape}, not {num_rows} rows: scored again")
-        return unknown
-    return values
+    """The values in a file; NaN for all if it is missing, damaged, or another one under this name."""
+    if path.exists():
+        try:
+            tensors, about = read_hashed(path, what=str(path))
+            if about == {"name": path.name} and tensors["values"].shape == (num_rows, 2):
+                return tensors["values"].numpy()
+            log.warning(f"warning: {path}: of other rows or another model: its rows are scored again")
+        except (ValueError, KeyError) as error:
+            log.warning(f"warning: {error}: its rows are scored again")
+    return np.full((num_rows, 2), np.nan, np.float32)
 
 
 def find_missing(data: Mixture, values: np.ndarray) -> np.ndarray:
@@ -153,8 +147,8 @@ def write_values(data: Mixture, values: np.ndarray, key: str) -> None:
     ends = np.cumsum([len(source.lengths) for source in data.sources])[:-1]
     for source, own in zip(data.sources, np.split(values, ends), strict=True):
         try:
-            with written_aside(locate_values(source, key)) as (aside,), aside.open("wb") as file:
-                np.savez(file, values=own)
+            path = locate_values(source, key)
+            write_hashed(path, {"values": torch.from_numpy(own)}, {"name": path.name})
         except OSError as error:
             log.warning(f"warning: the reference's log-probabilities cannot be kept for later runs: {error}")
             return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mini_trainer.data.stores.disk import check_output_dir, remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, Flag, log
-from mini_trainer.distributed.messages import shows_progress
+from mini_trainer.distributed.messages import hide_in, shows_progress
 from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
@@ -29,8 +29,6 @@ from mini_trainer.sampler import Batch, RunPosition
 
 if TYPE_CHECKING:
     from mini_trainer.run.callbacks import Callbacks
-
-PROFILE_DIR = "profile"
 
 
 class RunDirectory:
@@ -61,7 +59,7 @@ class RunDirectory:
         if origin is not None:
             self.origin = call_on_rank0(world, lambda: read_origin(Path(origin), self.path))
         self.start = RunPosition(**self.checkpoint.state["position"]) if self.checkpoint else RunPosition()
-        self.values: Mapping[str, Any] = {}  # all options by name
+        self.values: Mapping[str, Any] = {}  # all options by name, for files and trackers: without secrets
         self.identity: dict[str, Any] = {}
         self.changes: list[str] = []
         self.previous: dict[str, Any] = {} if self.checkpoint is None else self.checkpoint.state
@@ -76,7 +74,7 @@ class RunDirectory:
 
     def claim(self, inputs: RunInputs, optimization: OptimizationOptions) -> None:
         """Verifies that directory and checkpoint belong to the run defined by `inputs`; ValueError if not."""
-        self.values = inputs.values
+        self.values = hide_in(dict(inputs.values))
         self.identity = call_on_rank0(self.world, lambda: identity.identify_run(inputs, optimization))
         if not identity.is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
             resume, own_paths = self.options.resume, inputs.own_paths
@@ -160,7 +158,7 @@ class RunDirectory:
             return batches
         from mini_trainer.run.profiling import profile_steps
 
-        return profile_steps(batches, steps, self.path / PROFILE_DIR, rank=self.world.rank)
+        return profile_steps(batches, steps, self.path / "profile", rank=self.world.rank)
 
     def start_loop(self) -> None:
         """Starts the clock of --checkpoint-every-minutes; from now on stop requests wait for the end of a step."""
@@ -210,7 +208,8 @@ class RunDirectory:
         with self.control.slow("the end of trackers and uploads"):
             self.log.write_end(None if stop is None else stop[1])
             self.log.close()
-            exports.finish_uploads(is_done=is_done)
+            for uploads in exports.uploads:
+                uploads.close(is_done=is_done)
         if is_done:
             call_on_rank0(self.world, self.control.check_directory)
             call_on_rank0(self.world, lambda: identity.record_end(self.path))

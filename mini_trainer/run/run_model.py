@@ -1,13 +1,14 @@
 """Building, checking and reporting a run's model; the report on its data."""
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mini_trainer.distributed.devices import DTYPES, give_back_freed_memory
 from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.world import World
+from mini_trainer.distributed.world import World, count_sharing
 from mini_trainer.model.attention import list_heads
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model
@@ -18,7 +19,7 @@ from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.objectives.families.family import check_positions
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.objective import PackedModel, TeacherModel
-from mini_trainer.options import ComputeOptions, OptimizationOptions, flatten_options
+from mini_trainer.options import OptimizationOptions, flatten_options
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.step import StepOptions, TrainState
 from mini_trainer.sampler import RunPosition
@@ -42,7 +43,9 @@ def build_run_model(
     out the reference's scores of the data, which take a forward pass and are written.
     """
     method, compute = inputs.method, options.compute
-    if keeps_to_budget(options.data.max_tokens_per_gpu, compute) and world.device.type == "cpu":
+    chosen = (options.data.max_tokens_per_gpu, compute.activation_checkpointing)
+    # The budget applies to a run only if something is "auto"; otherwise only plans use it.
+    if compute.memory_budget_gb is not None and "auto" in chosen and world.device.type == "cpu":
         give_back_freed_memory()
     build_from = functools.partial(
         build_model,
@@ -106,11 +109,6 @@ def weigh_images(inputs: RunInputs, flops: FlopCount) -> None:
     for data in (inputs.data, inputs.validation_data):
         if data is not None and data.images is not None:
             data.images = replace(data.images, costs=flops.of_images(data.images) / flops.per_token)
-
-
-def keeps_to_budget(max_tokens_per_gpu: int | str, compute: ComputeOptions) -> bool:
-    """Whether --memory-budget-gb applies to this run: only if something is "auto"; otherwise only plans use it."""
-    return compute.memory_budget_gb is not None and "auto" in (max_tokens_per_gpu, compute.activation_checkpointing)
 
 
 def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) -> None:
@@ -201,3 +199,13 @@ def settle_auto_options(
         state, inputs, options, names, start=start, previous=previous, progress=progress
     )
     return settled | chosen, record
+
+
+def find_fewer_tokens(settled: dict[str, Any], inputs: RunInputs, world: World) -> int | None:
+    """Tokens of a micro-batch with which the run starts over, once, if it has no room for those chosen for it; None if
+    they were not chosen, or if the longest sample needs more."""
+    from mini_trainer.distributed.restart import FEWER_TOKENS
+
+    half = settled.get("max_tokens_per_gpu", 0) // 2
+    has_room = half * count_sharing(world.row_group) >= inputs.data.longest
+    return half if has_room and FEWER_TOKENS not in os.environ else None

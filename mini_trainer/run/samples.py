@@ -30,7 +30,7 @@ from mini_trainer.objectives.families.family import MicroBatch, Targets, pack_ro
 from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.objective import PackedModel
-from mini_trainer.options.reading import open_regular
+from mini_trainer.options.reading import open_own, open_regular
 from mini_trainer.run.file_names import SAMPLES_FILE
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.training_log import Sink, write_line
@@ -170,7 +170,7 @@ class SamplesFile(Sink):
     def __init__(self, output_dir: Path, *, first_step: int, num_validations: int):
         self.path = output_dir / SAMPLES_FILE
         self.known = keep_lines(self.path, last_step=first_step if num_validations else -1)
-        self.file = self.path.open("a", encoding="utf-8")
+        self.file = open_own(self.path, "a")
 
     def write_samples(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:

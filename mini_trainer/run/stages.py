@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import check_output_dir, hash_file, hash_json, is_running, read_fields, written_aside
+from mini_trainer.data.stores.disk import check_output_dir, hash_json, is_running, write_text
+from mini_trainer.distributed.children import run_child
 from mini_trainer.distributed.ending import ExitCode, RunError, ending_with_message, exit_with_message
 from mini_trainer.distributed.lock import LOCK_FILE, RunLock, read_boot_id, read_holder
 from mini_trainer.distributed.messages import say
 from mini_trainer.options.option_files import escape
+from mini_trainer.options.reading import hash_file, open_own, read_fields, read_text
 from mini_trainer.run.file_names import PARAMS_FILE
 
 CAN_GROW = ("evaluate",)  # computes only missing results when its options have changed
@@ -48,8 +50,7 @@ class Stage:
     def write_options(self) -> None:
         """Writes the option file."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with written_aside(self.file("yaml")) as (aside,):
-            aside.write_text(self.text, encoding="utf-8")
+        write_text(self.file("yaml"), self.text)
 
     @property
     def is_done(self) -> bool:
@@ -76,7 +77,7 @@ class Stage:
         # Of its last start, which may have had another end.
         found = read_fields(record, kinds, written_by="train.py", advice=advice)
         is_same = found["options"].get("max_steps") == self.options.get("max_steps")
-        return is_same and self.file("yaml").read_text(encoding="utf-8") == self.text and bool(found["finished"])
+        return is_same and read_text(self.file("yaml")) == self.text and bool(found["finished"])
 
 
 class Stopped(BaseException):
@@ -129,6 +130,50 @@ def wait_for_lock(output_dir: Path) -> RunLock:
             time.sleep(0.2)
 
 
+class Runner:
+    """Runs stages, one after the other, in a locked directory."""
+
+    def __init__(self, root: Path, *, num_processes: int):
+        """Locks the directory; RunError if another process uses it."""
+        self.root, self.num_processes, self.lock = root, num_processes, wait_for_lock(root)
+        self.has_run = False  # whether a stage has been run, and not only found done
+        stop_at_sigterm()
+
+    def say(self, folder: Path, text: str) -> None:
+        """Prints a message about a folder of the directory."""
+        say(f"{folder.relative_to(self.root)}: {text}")
+
+    def run(self, stage: Stage) -> None:
+        """Runs a stage unless it is done; RunError if it fails or stops."""
+        if stage.is_done:
+            return
+        if stage.has_ended:
+            return self.record(stage, seconds=None)
+        stage.write_options()
+        words = [stage.program, "--config", str(stage.file("yaml"))]
+        by_harness_or_server = stage.options.get("lm_eval") or stage.options.get("engine", "hf") != "hf"
+        is_parallel = stage.program in ("train", "generate", "evaluate") and not by_harness_or_server
+        if self.num_processes > 1 and is_parallel:
+            words += ["--nproc-per-node", str(self.num_processes)]
+        start, self.has_run = time.monotonic(), True
+        self.say(stage.folder, f"mini-trainer {' '.join(words)}")
+        code, last_words = self.start(words, stage.file("log"))
+        if code != ExitCode.DONE:
+            raise RunError(describe_code(code), f"{last_words}\n(all output: {stage.file('log')})")
+        seconds = time.monotonic() - start
+        self.record(stage, seconds=round(seconds, 1))
+        self.say(stage.folder, f"{stage.program} took {seconds:.0f} s")
+
+    def record(self, stage: Stage, *, seconds: float | None) -> None:
+        """Notes that the stage is complete."""
+        write_text(stage.file("done"), json.dumps({"options": hash_json(stage.text), "seconds": seconds}) + "\n")
+
+    def start(self, words: list[str], log_file: Path) -> tuple[int, str]:
+        """Runs a program to its end; returns its exit code and its error message or last lines."""
+        with open_own(log_file, "a") as log:
+            return run_child(words, log, prints=False, pass_fds=(self.lock.file,))
+
+
 def hash_files(paths: Iterable[Path]) -> dict[str, str]:
     """The SHA-256 of each file, and of all files in a directory."""
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
@@ -137,8 +182,7 @@ def hash_files(paths: Iterable[Path]) -> dict[str, str]:
 
 def write_record(path: Path, record: Record) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path) as (aside,):
-        aside.write_text(json.dumps(record, indent=2) + "\n")
+    write_text(path, json.dumps(record, indent=2) + "\n")
 
 
 def list_changes(before: Any, now: Any, where: str = "") -> list[str]:

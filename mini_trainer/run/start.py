@@ -209,17 +209,21 @@ def open_sample_prompts(path: str | None, inputs: RunInputs) -> "Samples | None"
 
 def open_data(inputs: RunInputs, validation: ValidationOptions, teacher: TeacherOptions, *, num_sharing: int) -> int:
     """Opens all data sets and their sidecars; returns the number of training samples that are dropped."""
-    o, errors = inputs.data_options, inputs.errors
-    inputs.validation_data = open_validation_data(o, validation, errors)
+    o, errors, cache_dir = inputs.data_options, inputs.errors, inputs.values["data_cache_dir"]
+    inputs.validation_data = open_validation_data(o, validation, errors, cache_dir=cache_dir)
     inputs.data = data = errors.attempt(
-        lambda: Mixture([TokenizedData(path) for path in o.data_path], weights=o.data_weights, by=o.data_weights_by)
+        lambda: Mixture(
+            [TokenizedData(path, cache_dir=cache_dir) for path in o.data_path],
+            weights=o.data_weights,
+            by=o.data_weights_by,
+        )
     )
     if data is None:
         return 0
     if teacher.teacher_data:
         from mini_trainer.run.teachers import open_teacher_data
 
-        inputs.teacher_data = errors.attempt(lambda: open_teacher_data(data, teacher.teacher_data))
+        inputs.teacher_data = errors.attempt(lambda: open_teacher_data(data, teacher.teacher_data, cache_dir=cache_dir))
     cap = o.max_tokens_per_gpu
     if cap == "auto":  # a provisional value until the model is loaded
         cap = max(MAX_TOKENS, -(-data.longest // num_sharing))
@@ -231,15 +235,18 @@ def open_data(inputs: RunInputs, validation: ValidationOptions, teacher: Teacher
     return num_dropped or 0
 
 
-def open_validation_data(o: DataOptions, validation: ValidationOptions, errors: Errors) -> Mixture | None:
+def open_validation_data(
+    o: DataOptions, validation: ValidationOptions, errors: Errors, *, cache_dir: str
+) -> Mixture | None:
     """Opens the sets of --validation-data-path; each must have something to predict."""
     paths = list_validation_data(validation.validation_data_path, o.data_path)
 
     def open_sets() -> Mixture:
-        data = Mixture([TokenizedData(path, option="--validation-data-path") for path in paths])
+        option = "--validation-data-path"
+        data = Mixture([TokenizedData(path, option=option, cache_dir=cache_dir) for path in paths])
         if o.subset is not None:
             data.take_subset(parse_subset(o.subset), seed=o.seed)
-        data.check_trained("--validation-data-path")
+        data.check_trained(option)
         return data
 
     return errors.attempt(open_sets) if paths else None

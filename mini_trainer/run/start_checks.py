@@ -181,7 +181,7 @@ def describe_inputs(inputs: RunInputs, *, verifies: bool) -> Groups:
                 for name, digest in fingerprint_config_files(Path(model_dir), with_code=with_code).items()
             },
         },
-        "method": {flag: describe_file(path) for flag, path in read.items()},
+        "method": {flag: f"{path.stat().st_size:,} bytes, {hash_once(path)[:DIGITS]}" for flag, path in read.items()},
         "teacher": {"--teacher-scores": str(inputs.teacher)[:DIGITS]},
     }
 
@@ -208,7 +208,3 @@ def describe_data(data: TokenizedData, *, is_verified: bool) -> Items:
         "SHA-256 of sampled blocks": fingerprint_data(data)[:DIGITS],
         "other keys of the sidecar": hash_json(known)[:DIGITS] if sidecar else "no sidecar",
     }
-
-
-def describe_file(path: Path) -> str:
-    return f"{path.stat().st_size:,} bytes, {hash_once(path)[:DIGITS]}"

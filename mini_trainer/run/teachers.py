@@ -91,9 +91,9 @@ def read_by(model: PackedModel, micro_batch: MicroBatch, predict: Predict, *, co
     return model.predict(micro_batch, read)
 
 
-def open_teacher_data(data: Mixture, paths: Sequence[str]) -> Mixture:
+def open_teacher_data(data: Mixture, paths: Sequence[str], *, cache_dir: str) -> Mixture:
     """Opens the data sets that a teacher reads beside the run's; ValueError if their rows do not fit."""
-    seen = Mixture([TokenizedData(path, option="--teacher-data") for path in paths])
+    seen = Mixture([TokenizedData(path, option="--teacher-data", cache_dir=cache_dir) for path in paths])
     check_task(data, seen, option="--teacher-data")
     pair(data, seen, column=SEEN_COLUMN)
     return seen

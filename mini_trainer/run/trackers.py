@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import read_object, written_aside
+from mini_trainer.data.stores.disk import write_text
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import describe_error, hide_secrets
 from mini_trainer.options import TrackingOptions
 from mini_trainer.options.doors import TRACKERS
+from mini_trainer.options.reading import read_object
 from mini_trainer.run.identity import read_params
 from mini_trainer.run.training_log import Sink
 
@@ -92,8 +93,7 @@ class KnownRuns:
     def keep(self, title: str, ids: Ids) -> None:
         with self.lock:
             self.runs[title] = ids
-            with written_aside(self.path) as (aside,):
-                aside.write_text(json.dumps(self.runs, indent=2) + "\n")
+            write_text(self.path, json.dumps(self.runs, indent=2) + "\n")
 
 
 class TrackerThread:

@@ -4,16 +4,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from tqdm import tqdm
 
-from mini_trainer.data.stores.disk import read_metrics, sync_file, written_aside
+from mini_trainer.data.stores.disk import sync_file, written_aside
 from mini_trainer.distributed.devices import describe_duration
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import describe_numbers
+from mini_trainer.options.reading import open_own, read_metrics
 from mini_trainer.run.file_names import METRICS_FILE, VALIDATION_FILE
 
 NUM_WARM_UP_STEPS = 3  # may compile, and fill caches and the allocator's memory
@@ -132,8 +133,8 @@ class MetricsFile(Sink):
         missing = sorted(set(range(1, first_step + 1)).difference(keep_rows(path, last_step=first_step)))
         if missing:  # the checkpoint has their updates
             log.warning(f"warning: {path}: the lines of {describe_numbers('step', missing)} are missing")
-        self.file = path.open("a", encoding="utf-8")
-        self.validation_file: TextIO | None = None
+        self.file = open_own(path, "a")
+        self.validation_file: IO[Any] | None = None
         self.validation_path = output_dir / VALIDATION_FILE
         num_kept = len(keep_rows(self.validation_path, last_step=first_step, most=num_validations))
         if num_kept < num_validations:
@@ -148,7 +149,7 @@ class MetricsFile(Sink):
 
     def write_validation(self, metrics: dict[str, Any]) -> None:
         if self.validation_file is None:
-            self.validation_file = self.validation_path.open("a", encoding="utf-8")
+            self.validation_file = open_own(self.validation_path, "a")
         write_line(metrics, self.validation_file)
 
     def flush_to_disk(self) -> None:
@@ -218,17 +219,14 @@ def keep_rows(path: Path, *, last_step: int, most: int | None = None) -> list[in
         said = "is damaged, or repeats an earlier step" if len(damaged) == 1 else "are damaged, or repeat earlier steps"
         log.warning(f"warning: {path}: {describe_numbers('line', damaged)} {said}: removed")
     if not is_prefix:
-        remove_lines(path, {*damaged, *late})
+        removed = {*damaged, *late}
+        with written_aside(path) as (aside,):
+            with open_own(aside, "wb") as file:
+                file.writelines(line for number, line, _ in read_metrics(path) if number not in removed)
+            sync_file(aside)
     elif path.exists():
         os.truncate(path, size)  # also of an incomplete line
     return steps[1:]
-
-
-def remove_lines(path: Path, numbers: Collection[int]) -> None:
-    with written_aside(path) as (aside,):
-        with aside.open("wb") as file:
-            file.writelines(line for number, line, _ in read_metrics(path) if number not in numbers)
-        sync_file(aside)
 
 
 def describe_step(metrics: dict[str, Any], *, num_steps: int | None, seconds_left: float | None) -> str:

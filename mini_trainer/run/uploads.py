@@ -157,7 +157,7 @@ class Uploads:
         """Warns once; later problems are reported together at the end."""
         if not self.has_told:
             self.has_told = True
-            reason = describe_error(error).removeprefix("ValueError: ")  # which are for users
+            reason = describe_error(error).removeprefix("ValueError: ").removeprefix("RunError: ")  # for users
             command = self.place.describe_command(export_dir, kind)
             log.warning(
                 f"warning: {self.place.option}: {what}: {reason}; training continues. To upload later: {command}"

@@ -1,7 +1,4 @@
-"""Validation: the model scored on held-out data, the best result so far, and early stopping.
-
-A run's validations: measuring, logging, tracking the best, and early stopping.
-"""
+"""A run's validations: scoring the model on held-out data, logging, tracking the best, and early stopping."""
 
 import functools
 import math

@@ -19,18 +19,21 @@ if __name__ == "__main__":
 from mini_trainer.continual.experiment import find_root, run_experiments
 from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.page import describe_comparison, write_page
-from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import read_settings
 from mini_trainer.data.stores.disk import check_output, make_parent
 from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.process import find_task
-from mini_trainer.run.stages import ending_experiment
+from mini_trainer.run.stages import Runner, ending_experiment
 
 
 def continual(options: ContinualOptions) -> None:
     """Runs an experiment, or compares several."""
     if not options.compare:
-        refuse_tasks()
+        if (task := find_task()) is not None:
+            raise ValueError(
+                f"srun or torchrun has started {task[1]} processes, but an experiment is one, which starts its programs"
+                " one after the other: srun --ntasks=1, and num_processes in the file for the GPUs of this machine"
+            )
         several = read_settings(Path(options.paths[0]), output_dir=options.output_dir)
         return run_experiments(several, Runner(find_root(several), num_processes=several[0].num_processes))
     if options.output is not None:
@@ -41,16 +44,6 @@ def continual(options: ContinualOptions) -> None:
         make_parent(Path(options.output))
         write_page(Path(options.output), experiments)
         say(f"comparison: {Path(options.output).absolute().as_uri()}")
-
-
-def refuse_tasks() -> None:
-    """ValueError for one of several processes of srun or torchrun."""
-    task = find_task()
-    if task is not None:
-        raise ValueError(
-            f"srun or torchrun has started {task[1]} processes, but an experiment is one, which starts its programs one"
-            " after the other: srun --ntasks=1, and num_processes in the file for the GPUs of this machine"
-        )
 
 
 if __name__ == "__main__":

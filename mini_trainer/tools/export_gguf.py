@@ -16,7 +16,7 @@ if __name__ == "__main__":
     options = parse_options(ExportGgufOptions)  # before the slow imports: --help and typos answer at once
     pause_collector()
 
-from mini_trainer.data.stores.disk import check_output, written_aside
+from mini_trainer.data.stores.disk import check_output, write_text
 from mini_trainer.data.stores.model_files import MODEL_FLAG, verify_weights
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say, say_note
@@ -63,8 +63,8 @@ def write_modelfile(model_dir: Path, gguf: Path) -> None:
     stops = [f'stop "{token}"' for token in tokenizer.convert_ids_to_tokens(list_stops(generation, tokenizer))]
     sampling = [(name, getattr(generation, name, None)) for name in ("temperature", "top_k", "top_p")]
     given = [*stops, *(f"{name} {value}" for name, value in sampling if value is not None)]
-    with written_aside(gguf.with_name("Modelfile")) as (aside,):
-        aside.write_text("\n".join([f"FROM ./{gguf.name}", *(f"PARAMETER {line}" for line in given)]) + "\n")
+    lines = [f"FROM ./{gguf.name}", *(f"PARAMETER {line}" for line in given)]
+    write_text(gguf.with_name("Modelfile"), "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,9 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
     if checkpoint is None:
         raise ValueError(f"{run}: has no checkpoint to export from: start its command again")
     start = RunPosition(**checkpoint.state["position"])
-    if (later := call_on_rank0(world, lambda: find_later(run, start))) is not None:
+    newest = call_on_rank0(world, lambda: max(list_numbers(run / EXPORTS_DIR), default=0))
+    if newest > start.num_samples:
+        later = run / EXPORTS_DIR / f"samples_{newest}"
         return f"{later}: is already a model of a later step than the newest checkpoint's, {start.step:,}"
     trained = restore_options(checkpoint, run, trust_remote_code=options.trust_remote_code)
     world = divide_world(world, trained.sharding)
@@ -100,12 +102,6 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
     step_options = StepOptions(trained.data, trained.compute, trained.sharding, trained.optimization)
     exports.write(load_state(checkpointer, checkpoint, inputs, step_options, world), start)
     return f"wrote the model of step {start.step:,} to {exports.path_of(start)}"
-
-
-def find_later(run: Path, start: RunPosition) -> Path | None:
-    """The newest export if it has seen more samples than the checkpoint."""
-    newest = max(list_numbers(run / EXPORTS_DIR), default=0)
-    return run / EXPORTS_DIR / f"samples_{newest}" if newest > start.num_samples else None
 
 
 def restore_options(checkpoint: Checkpoint, run: Path, *, trust_remote_code: bool) -> TrainOptions:

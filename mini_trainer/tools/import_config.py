@@ -20,10 +20,11 @@ from mini_trainer.options.tools import ImportConfigOptions, ProcessDataOptions
 if __name__ == "__main__":
     options = parse_options(ImportConfigOptions)  # before the slow imports: --help and typos answer at once
 
-from mini_trainer.data.stores.disk import check_output_dir
+from mini_trainer.data.stores.disk import check_output_dir, written_aside
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.options.foreign_names import find_row
+from mini_trainer.options.reading import read_bytes
 from mini_trainer.tools.importers.conversion import Conversion, convert
 
 # A file is a trainer's if it has all of the first keys, and one of the others. The last two are refused by name.
@@ -103,12 +104,13 @@ def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
         texts[output_dir / output.replace(".arrow", ".yaml")] = describe_file(ProcessDataOptions, source, head)
     notes = "".join(describe_comment(f"{key}: {told}") for key, told in to.told.items() if key in to.noted)
     texts[output_dir / "train.yaml"] = describe_file(TrainOptions, to.train, head + notes)
-    there = [str(path) for path, text in texts.items() if path.exists() and path.read_bytes() != text.encode()]
+    there = [str(path) for path, text in texts.items() if path.exists() and read_bytes(path) != text.encode()]
     if there:
         raise ValueError(f"{', '.join(there)}: already exists with other contents; choose another --output-dir")
     output_dir.mkdir(parents=True, exist_ok=True)
-    for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+    with written_aside(*texts) as asides:
+        for aside, text in zip(asides, texts.values(), strict=True):
+            aside.write_text(text, encoding="utf-8")
     return list(texts)
 
 

@@ -16,7 +16,6 @@ if __name__ == "__main__":
     pause_collector()
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from mini_trainer.data.stores.disk import check_place, make_parent
@@ -33,6 +32,7 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_blocks, is_multimodal, text_config
 from mini_trainer.objectives.families.vision import VisionLanguageFamily
 from mini_trainer.options.doors import METHODS
+from mini_trainer.options.reading import open_tensors
 from mini_trainer.run.export import ExportParts, write_export
 
 
@@ -100,7 +100,7 @@ def adapts_tower(adapter: Path, model: PreTrainedModel) -> bool:
     outside = tuple(
         f"{adapter_files.PREFIX}{name}." for name in VisionLanguageFamily(TextFamily()).find_tower_layers(model)
     )
-    with safe_open(adapter / adapter_files.ADAPTER_WEIGHTS, framework="pt") as file:
+    with open_tensors(adapter / adapter_files.ADAPTER_WEIGHTS) as file:
         return any(key.startswith(outside) for key in file.keys())  # noqa: SIM118
 
 

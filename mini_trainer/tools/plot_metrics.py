@@ -13,7 +13,7 @@ from mini_trainer.options.tools import PlotOptions
 if __name__ == "__main__":
     options = parse_options(PlotOptions)  # before the slow imports: --help and typos answer at once
 
-from mini_trainer.data.stores.disk import check_output, make_parent, written_aside
+from mini_trainer.data.stores.disk import check_output, make_parent, write_text
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 from mini_trainer.use.plots.curves import make_curves_page
@@ -28,8 +28,7 @@ def plot_metrics(options: PlotOptions) -> None:
     for warning in iterate_warnings(runs):
         say(f"warning: {warning}", is_error=True)
     make_parent(path)
-    with written_aside(path) as (aside,):
-        aside.write_text(make_curves_page(runs), encoding="utf-8")
+    write_text(path, make_curves_page(runs))
     say(f"curves: {path.absolute().as_uri()}")
 
 

@@ -94,7 +94,12 @@ def score_set(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreData
         if writer.is_complete:
             announce(world, f"{writer.path}: there already, by the same teacher")
             return
-        announce(world, describe_size(data, writer))
+        num_tokens, size = writer.trained.total, make_record_type(writer.identity.top_k).itemsize
+        announce(
+            world,
+            f"{writer.path}: {len(data.lengths):,} rows, {num_tokens:,} trained tokens, {size} bytes each:"
+            f" {num_tokens * size / 1e9:.3f} GB",
+        )
         write_scores(writer, functools.partial(scorer.score, seen), world)
 
 
@@ -143,12 +148,17 @@ class LocalScorer:
             check_num_rows(found, found.config.get_text_config(decoder=True).vocab_size)
         for data in read:
             check_data(data, found)
-        num_ids = count_ids(found, read)
+        # Rows of the head after those that stand for tokens of the tokenizer or the data are padding.
+        largest = max((data.sources[0].sidecar or {}).get("max_token_id", 0) for data in read)
+        num_ids = min(max(len(found.tokenizer), largest + 1), count_logits(found.config))
         if options.top_k > num_ids:
             raise ValueError(f"--top-k {options.top_k}: the tokenizer has {num_ids} tokens")
         identity = found.identify()
+        teacher = identity["fingerprint"]
+        if "adapter_sha256" in identity:
+            teacher = hash_json([teacher, identity["adapter_sha256"]])
         self.identity = {
-            "teacher": hash_teacher(identity),
+            "teacher": teacher,
             "tokenizer": fingerprint_tokenizer(found.tokenizer),
             "num_ids": num_ids,
             "dtype": options.dtype,
@@ -176,19 +186,6 @@ class LocalScorer:
         return self.objective.read_predictions(scores.predictions) if self.world.rank == 0 else np.empty(0)
 
 
-def hash_teacher(identity: dict[str, Any]) -> str:
-    """The model's fingerprint; with an adapter, a hash of both."""
-    if "adapter_sha256" not in identity:
-        return identity["fingerprint"]
-    return hash_json([identity["fingerprint"], identity["adapter_sha256"]])
-
-
-def count_ids(found: FoundModel, read: Sequence[Mixture]) -> int:
-    """Rows of the head that stand for tokens of the tokenizer or the data; those after them are padding."""
-    largest = max((data.sources[0].sidecar or {}).get("max_token_id", 0) for data in read)
-    return min(max(len(found.tokenizer), largest + 1), count_logits(found.config))
-
-
 class ServerScorer:
     """A model behind an address, which scores tokens by the `prompt_logprobs` of vLLM's completions.
 
@@ -206,7 +203,7 @@ class ServerScorer:
             concurrency=options.concurrency,
         )
         self.top_k = options.top_k
-        self.engine = engine = OpenAIEngine(options.model_name_or_path, server, SamplingOptions())
+        self.engine = engine = OpenAIEngine(None, options.model_name_or_path, server, SamplingOptions())
         engine.listed = engine.look_up()
         self.check(max(data.longest for data in read))
         sidecar = read[0].sources[0].sidecar or {}
@@ -313,7 +310,7 @@ class ServerScorer:
 
 def open_data(path: str, options: ScoreDataOptions) -> Mixture:
     """A data set with trained tokens; ValueError for one that cannot be scored, or not as the options say."""
-    data = Mixture([TokenizedData(path)])
+    data = Mixture([TokenizedData(path, cache_dir=options.data_cache_dir)])
     if data.task.objective != CAUSAL_LM:
         allowed = f"{describe_task(DataTask(CAUSAL_LM))} (a run computes its reference's log-probabilities by itself)"
         raise ValueError(f"--data-path {path} is for {describe_task(data.task)}; allowed: {allowed}")
@@ -363,14 +360,6 @@ def open_writer(data: Mixture, seen: Mixture, scorer: Scorer, options: ScoreData
     )
     path = locate_scores(source.path, options.name)
     return ScoreWriter(source, path, identity, teacher=name_model(options.model_name_or_path))
-
-
-def describe_size(data: Mixture, writer: ScoreWriter) -> str:
-    num_tokens, size = writer.trained.total, make_record_type(writer.identity.top_k).itemsize
-    return (
-        f"{writer.path}: {len(data.lengths):,} rows, {num_tokens:,} trained tokens, {size} bytes each:"
-        f" {num_tokens * size / 1e9:.3f} GB"
-    )
 
 
 def write_scores(writer: ScoreWriter, score_rows: ScoreRows, world: World) -> None:

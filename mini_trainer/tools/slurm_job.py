@@ -10,13 +10,14 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from mini_trainer.data.stores.disk import read_fields, written_aside
+from mini_trainer.data.stores.disk import write_text
 from mini_trainer.distributed.command import COMMAND
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode, ending_with_message
 from mini_trainer.distributed.lock import REQUEUES_FILE
 from mini_trainer.distributed.messages import say
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.command_line import parse_options
+from mini_trainer.options.reading import read_fields
 
 MOST_IDLE = 3  # requeues in a row that may bring no step
 
@@ -42,7 +43,8 @@ def end(output_dir: Path, status: int) -> bool:
     """Whether the job is to be requeued, after srun has returned `status`. Says why not, of a run that was stopped."""
     if status != ExitCode.SAVED_AND_REQUEUE and read_end(output_dir) != ExitCode.SAVED_AND_REQUEUE:
         return False
-    job, step = os.environ["SLURM_JOB_ID"], find_step(output_dir)
+    names = [path.name.removeprefix("step_") for path in output_dir.glob("checkpoints/step_*")]
+    job, step = os.environ["SLURM_JOB_ID"], max((int(name) for name in names if name.isdecimal()), default=0)
     before = read_requeues(output_dir)
     is_idle = before is not None and (before.job, before.step) == (job, step)
     num_idle = before.num_idle + 1 if is_idle else 0 if step else 1
@@ -56,8 +58,7 @@ def end(output_dir: Path, status: int) -> bool:
         (output_dir / REQUEUES_FILE).unlink()
         return False
     output_dir.mkdir(parents=True, exist_ok=True)
-    with written_aside(output_dir / REQUEUES_FILE) as (aside,):
-        aside.write_text(json.dumps(asdict(Requeues(job, step, num_idle))) + "\n")
+    write_text(output_dir / REQUEUES_FILE, json.dumps(asdict(Requeues(job, step, num_idle))) + "\n")
     idle = f"; requeue {num_idle} of {MOST_IDLE} without a new step" if num_idle else ""
     say(f"requeueing this job, to continue after step {step}{idle}", is_error=True)
     return True
@@ -76,12 +77,6 @@ def read_requeues(output_dir: Path) -> Requeues | None:
     kinds = {field.name: field.type for field in fields(Requeues)}
     found = read_fields(path, kinds, written_by="this script", advice="; remove it")
     return Requeues(**{name: found[name] for name in kinds})
-
-
-def find_step(output_dir: Path) -> int:
-    """The step of the newest checkpoint; 0 if there is none."""
-    names = [path.name.removeprefix("step_") for path in output_dir.glob("checkpoints/step_*")]
-    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def main(argv: list[str]) -> None:

@@ -23,6 +23,8 @@ from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
 
 SCORES, SIDECAR = ".scores.json", ".meta.json"
+# Files without which an export cannot be loaded, listed or not; an adapter's has its own config.
+CONFIG, ADAPTER_CONFIG, TOKENIZER = "config.json", "adapter_config.json", "tokenizer_config.json"
 
 
 def verify(options: VerifyOptions) -> None:
@@ -100,18 +102,20 @@ def read_scores(sidecar: Path) -> dict[str, Any]:
 
 
 def check_directory(directory: Path) -> Iterator[str]:
-    """Yields problems of an export's or a checkpoint's files, and prints which others were edited."""
+    """Yields problems of an export's or a checkpoint's files, missing ones too, and prints which others were edited."""
     try:
         files = contents.load_manifest(directory)["files"]
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
-    for name, recorded in sorted(files.items()):
-        path = directory / name
-        if not contents.is_weights(name) and "state.json" not in files:
-            if contents.is_changed(path, recorded):
-                say(f"edited or missing: {path}")
-        elif not path.is_file():
+    is_export = "state.json" not in files
+    config = ADAPTER_CONFIG if ADAPTER_CONFIG in files else CONFIG
+    for name in sorted({*files, *((config, TOKENIZER) if is_export else ())}):
+        path, recorded = directory / name, files.get(name, {})
+        if not path.is_file():
             yield f"{path}: is missing"
+        elif is_export and not contents.is_weights(name):
+            if contents.is_changed(path, recorded):
+                say(f"edited: {path}")
         else:
             try:
                 contents.check_recorded(path, recorded, record=contents.MANIFEST, again=True)

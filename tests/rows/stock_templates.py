@@ -10,6 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from trait_templates import TRAITS
 from transformers import PreTrainedTokenizerFast
 
+from mini_trainer.data.chat.masking import ChatMasker
+
 HERE = Path(__file__).parent / "chat_templates"
 TRL = find_spec("trl")
 
@@ -79,3 +81,10 @@ def make_tokenizer(template: str, stops: tuple[str, ...]) -> PreTrainedTokenizer
     wrapped.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     wrapped.chat_template = template
     return wrapped
+
+
+@cache
+def make_masker(name: str) -> ChatMasker:
+    template, stops = TEMPLATES[name]
+    tokenizer = make_tokenizer(template, stops)
+    return ChatMasker(tokenizer, stop_token_ids=tokenizer.convert_tokens_to_ids(list(stops)))

@@ -9,9 +9,9 @@ from forked import run_forked
 from make_tiny_model import save_tiny_model, train_tokenizer
 
 from mini_trainer.continual.experiment import find_root, run_experiments
-from mini_trainer.continual.running import Runner
 from mini_trainer.continual.settings import read_settings
 from mini_trainer.distributed.children import find_last_words
+from mini_trainer.run.stages import Runner
 
 NUM_ROWS, NUM_TESTS = 24, 8
 WORDS = ("red", "green", "blue", "white", "black", "brown", "pink", "grey")

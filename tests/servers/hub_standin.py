@@ -105,7 +105,7 @@ def describe_revision(hub: Hub, path: list[str], body: bytes) -> tuple[int, obje
 
 
 def describe_dataset(hub: Hub, path: list[str], body: bytes) -> tuple[int, object]:
-    name = "/".join(path[2:4])
+    name = "/".join(path[path.index("datasets") + 1 :][:2])  # below /api, or of a file
     revision = path[5] if len(path) > 5 else "main"
     if name not in hub.datasets:
         return 404, {"error": "Repository not found", "code": "RepoNotFound"}

@@ -20,6 +20,7 @@ class RangeServer:
         self.files: dict[str, bytes] = {}
         self.faults: list[str | None] = []
         self.says_length = True
+        self.statuses: dict[str, int] = {}  # that all requests for a file are answered with; 0: the connection ends
         self.asked: list[str] = []  # ranges
         self.names: list[str] = []  # of the files whose content was asked for
         server = self
@@ -28,6 +29,8 @@ class RangeServer:
             protocol_version = "HTTP/1.1"
 
             def do_HEAD(self) -> None:
+                if server.refuses(self):
+                    return
                 content = server.files.get(self.path.strip("/"))
                 self.send_response(404 if content is None else 200)
                 if content is not None and server.says_length:
@@ -46,7 +49,19 @@ class RangeServer:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
+    def refuses(self, request: BaseHTTPRequestHandler) -> bool:
+        """Whether the file has a status, with which this answers."""
+        name = request.path.strip("/")
+        status = self.statuses.get(name, 200 if name in self.files else 404)
+        if status == 0:
+            request.close_connection = True
+        elif status != 200:
+            request.send_error(status)
+        return status != 200
+
     def answer(self, request: BaseHTTPRequestHandler) -> None:
+        if self.refuses(request):
+            return None
         asked = request.headers.get("Range", "")
         self.asked.append(asked)
         self.names.append(request.path.strip("/"))

@@ -3,8 +3,8 @@
 import runpy
 import sys
 
-from mini_trainer.run import preflight_nodes
+from mini_trainer.run import preflight
 
-preflight_nodes.SECONDS_TO_APPEAR = float(sys.argv[1])
+preflight.SECONDS_TO_APPEAR = float(sys.argv[1])
 del sys.argv[:2]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -8,7 +8,6 @@ are located by changing them (see data/chat/placing.py).
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -253,11 +252,6 @@ def mark_keys(call: Any, first: int) -> tuple[Any, list[str]]:
     return replace_arguments(call, mark), keys
 
 
-def list_keys(message: Message) -> set[str]:
-    """The keys of the calls' arguments, at any depth."""
-    return {key for call in list_calls(message) for key in mark_keys(call, 0)[1]}
-
-
 def list_constants(call: Any) -> Iterator[tuple[Any, Any]]:
     """Each constant of the call's arguments, with the call in which only that one is changed."""
     counter = ConstantChanger(-1)
@@ -446,14 +440,6 @@ class TokenizedChat:
     def shown(self) -> tuple[tuple[str, "TokenizedChat"], ...]:
         """The parts of a preview, each with its title."""
         return (("", self),)
-
-    @property
-    def num_trained_by_role(self) -> Counter[str]:
-        """Number of targets by role."""
-        counts: Counter[str] = Counter()
-        for span in self.spans:
-            counts[span.role] += span.num_targets
-        return +counts
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mini_trainer.data.chat import conversation, rendering, skeletons
 from mini_trainer.data.chat.placing import PlaceMemory, check_completeness, check_names, check_places, check_rest
-from mini_trainer.data.chat.prompting import PromptMatcher, find_unread_keys, refuse_untrained_reasoning
+from mini_trainer.data.chat.prompting import UNTRAINED_REASONING, PromptMatcher, find_unread_keys
 from mini_trainer.data.chat.turns import Stops, TurnLearner, TurnMemory
 
 MAX_NUM_SKELETONS = 4096  # bounds memory if every conversation has its own outline
@@ -69,18 +69,16 @@ class SkeletonLearner:
         divided = divide_turns(outline, [slot.leaf for slot in skeleton.slots])
         if divided is None:
             self.learn_turns(outline, skeleton, text, unmasked=unmasked, render=render)
-            describe_beginnings(outline, skeleton)
-            return skeleton
-        divided_outline, original = divided
-        (divided_text,) = render([divided_outline.messages])
-        if divided_text != text:
-            raise ValueError(
-                "the chat template writes other messages within an assistant's turn: move the content to a message of"
-                " its own, after the results of the calls"
-            )
-        parts = {i for i, message in enumerate(original) if message in unmasked}
-        self.learn_turns(divided_outline, skeleton, text, unmasked=parts, render=render)
-        skeleton.turns[:] = [replace(turn, message=original[turn.message]) for turn in skeleton.turns]
+        else:
+            divided_outline, original = divided
+            if render([divided_outline.messages]) != [text]:
+                raise ValueError(
+                    "the chat template writes other messages within an assistant's turn: move the content to a message"
+                    " of its own, after the results of the calls"
+                )
+            parts = {i for i, message in enumerate(original) if message in unmasked}
+            self.learn_turns(divided_outline, skeleton, text, unmasked=parts, render=render)
+            skeleton.turns[:] = [replace(turn, message=original[turn.message]) for turn in skeleton.turns]
         describe_beginnings(outline, skeleton)
         return skeleton
 
@@ -225,13 +223,6 @@ class TurnFinder:
         self.written_tools: set[tuple[Any, ...]] = set()  # tools, with the roles of a chat, that the template writes
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
 
-    def let_stops_be_missing(self) -> None:
-        """Accepts turns without a stop token from now on; their contents are trained."""
-        self.stops = replace(self.stops, may_be_missing=True)
-        self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
-        self.skeletons.clear()
-        self.num_slots = 0
-
     def find_spans(self, text: str, chat: conversation.PreparedChat) -> list[skeletons.Span]:
         """The spans of the turns in a rendered chat."""
         render = partial(self.renderer.render, tools=chat.tools)
@@ -259,13 +250,21 @@ class TurnFinder:
         except ValueError:
             raise error from None
 
-    def find_skeleton(self, chat: conversation.PreparedChat, render: skeletons.Render) -> skeletons.Skeleton:
-        """The chat's skeleton, learned once per outline."""
-        key = chat.key
+    def find_skeleton(
+        self, chat: conversation.PreparedChat, render: skeletons.Render, *, is_marked: bool = False
+    ) -> skeletons.Skeleton:
+        """The chat's skeleton, learned once per outline; with the turns that the template marks if it `is_marked`."""
+        key = ("marked", *chat.key) if is_marked else chat.key
         if key not in self.skeletons:
             self.check_tools_are_written(chat, render)
             learner = self.learners[bool(chat.tools)]
-            self.remember(key, learner.learn(chat.outline, unmasked=chat.unmasked, render=render))
+            if is_marked:
+                rendered = self.renderer.render_one(chat.outline.messages, tools=chat.tools)
+                check_num_marked(rendered.marked or [], chat.messages)
+                skeleton = learner.learn_marked(chat.outline, rendered.marked or [], rendered.text, render=render)
+            else:
+                skeleton = learner.learn(chat.outline, unmasked=chat.unmasked, render=render)
+            self.remember(key, skeleton)
         return self.skeletons[key]
 
     def remember(self, key: tuple[Any, ...], skeleton: skeletons.Skeleton) -> None:
@@ -296,7 +295,7 @@ class TurnFinder:
     ) -> list[skeletons.Span]:
         """The turns of the passages that the template marks as generated, without the text of the generation prompt
         and without whitespace after the stop token."""
-        skeleton = self.find_marked_skeleton(chat)
+        skeleton = self.find_skeleton(chat, partial(self.renderer.render, tools=chat.tools), is_marked=True)
         if skeleton.named_by_id:
             check_names(skeleton, chat.values, chat.outline)
         spans = skeleton.find_spans(text, chat.values)
@@ -312,19 +311,6 @@ class TurnFinder:
             start += next((len(prompted) for prompted in turn.prompted if text.startswith(prompted, start)), 0)
             spans.append(skeletons.Span(start, self.stops.trim(text, start, end), turn, opens))
         return spans
-
-    def find_marked_skeleton(self, chat: conversation.PreparedChat) -> skeletons.Skeleton:
-        """The chat's skeleton with the turns that the template marks, learned once per outline."""
-        key = ("marked", *chat.key)
-        if key not in self.skeletons:
-            render = partial(self.renderer.render, tools=chat.tools)
-            self.check_tools_are_written(chat, render)
-            rendered = self.renderer.render_one(chat.outline.messages, tools=chat.tools)
-            marked = rendered.marked or []
-            check_num_marked(marked, chat.messages)
-            learner = self.learners[bool(chat.tools)]
-            self.remember(key, learner.learn_marked(chat.outline, marked, rendered.text, render=render))
-        return self.skeletons[key]
 
     def forget(self, key: tuple[Any, ...]) -> None:
         """Forgets the skeletons of a chat's outline."""
@@ -350,18 +336,6 @@ class PassageLocator:
     finder: TurnFinder  # of this renderer's texts
     matcher: PromptMatcher
     strict_reasoning: bool
-
-    @property
-    def as_rendered(self) -> "PassageLocator":
-        """The same without --thinking-prefix."""
-        return replace(self, matcher=replace(self.matcher, as_prompted=False))
-
-    def locate_each(
-        self, chats: Sequence[conversation.PreparedChat | ValueError]
-    ) -> list[conversation.Located | ValueError]:
-        """The chats, rendered, or the error that makes one unusable."""
-        rendered = self.renderer.render_each(chats)
-        return [rendering.catch_error(self.locate, *pair) for pair in zip(rendered, chats, strict=True)]
 
     def locate_one(self, chat: conversation.Chat) -> conversation.Located:
         return self.locate(self.renderer.render_one(chat.messages, tools=chat.tools), conversation.prepare_chat(chat))
@@ -391,8 +365,11 @@ class PassageLocator:
         text, spans, remarks = self.matcher.match(
             text, spans, chat.messages, trained=trained, render=render, has_tools=bool(chat.tools)
         )
-        if self.strict_reasoning:
-            refuse_untrained_reasoning(remarks)
+        if self.strict_reasoning and any(remark.kind == UNTRAINED_REASONING for remark in remarks):
+            raise ValueError(
+                "the chat template leaves out the reasoning of an answer that is trained (--strict-reasoning): remove"
+                " it from the row, or use a template that writes it (--chat-template)"
+            )
         passages = [
             conversation.Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
             for span in sorted(spans, key=lambda span: span.start)

@@ -113,7 +113,6 @@ class ImageExpander:
         return tuple(spans)
 
     def process(self, text: str, images: Sequence["Image"]) -> Any:
-        """The processor's output."""
         try:
             return self.processor(
                 text=[text], images=[list(images)], add_special_tokens=False, return_text_replacement_offsets=True
@@ -253,7 +252,8 @@ class TemplateMasker:
                 "the tokenizer has no chat template: name one with --chat-template, or use the model's instruct version"
             )
         prepared = [catch_error(conversation.prepare_chat, chat) for chat in chats]
-        located = locator.locate_each(prepared)
+        rendered = locator.renderer.render_each(prepared)
+        located = [catch_error(locator.locate, *pair) for pair in zip(rendered, prepared, strict=True)]
         located = [catch_error(self.labeller.mark_control, *pair) for pair in zip(located, prepared, strict=True)]
         if appends_stop:
             located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
@@ -265,7 +265,8 @@ class TemplateMasker:
         return StopAppender(self.locator.locate_one, self.make_checker(), self.stop_token_ids)
 
     def make_checker(self) -> TemplateChecker:
-        mask = partial(self.mask_at, self.locator.as_rendered)
+        as_rendered = replace(self.locator, matcher=replace(self.locator.matcher, as_prompted=False))
+        mask = partial(self.mask_at, as_rendered)
         return TemplateChecker(
             self.tokenizer, self.finder.stops, mask, self.renderer.render, template_args=self.template_args
         )
@@ -293,7 +294,8 @@ class TemplateMasker:
         """
         if self.rules.appends_stop and isinstance(catch_error(self.make_checker().check, name), ValueError):
             # The template may write none at all; if that is not the cause, it fails again.
-            self.finder.let_stops_be_missing()
+            self.finder = TurnFinder(self.renderer, replace(self.finder.stops, may_be_missing=True))
+            self.locator = replace(self.locator, finder=self.finder)
         checker = self.make_checker()
         notes = checker.check(name)
         self.open_turns = checker.open_turns

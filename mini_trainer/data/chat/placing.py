@@ -93,7 +93,7 @@ def check_places(outline: conversation.Outline, skeleton: Skeleton) -> None:
     placed = set()
     for k, slot in enumerate(skeleton.slots):
         leaf, at = outline.leaves[slot.leaf], bisect_right(starts, k) - 1
-        turn = turns[at] if at >= 0 and turns[at].covers(k) else None
+        turn = turns[at] if at >= 0 and k < turns[at].end[0] else None
         role = outline.messages[leaf.message]["role"]
         if turn is not None and turn.message != leaf.message:
             raise ValueError(
@@ -155,7 +155,12 @@ class PlaceMemory:
         new = [call for call, by_form in forms.items() if self.known.isdisjoint(by_form)]
         if not new:
             return
-        prober = ArgumentProber(outline, render, text, find_bounds(skeleton, text))
+        starts = [0, *(match.end() for match in conversation.PLACEHOLDER.finditer(text))]
+        bounds = sorted(
+            (starts[turn.start[0]] + turn.start[1], starts[turn.end[0]] + turn.end[1], turn.message)
+            for turn in skeleton.turns
+        )
+        prober = ArgumentProber(outline, render, text, bounds)
         prober.check_keys(new)
         prober.check_constants(new)
         if len(self.known) > MAX_NUM_REMEMBERED:
@@ -196,15 +201,6 @@ def cut_stretch(skeleton: Skeleton, turn: Turn, first: int, last: int, starts: l
     literals[-1] = literals[-1][:end]
     literals[0] = literals[0][start:]
     return Stretch((starts[first] + start, starts[last] + end), literals)
-
-
-def find_bounds(skeleton: Skeleton, text: str) -> list[tuple[int, int, int]]:
-    """(start, end, message) of each turn, as characters of `text`, the outline's rendering."""
-    starts = [0, *(match.end() for match in conversation.PLACEHOLDER.finditer(text))]
-    return sorted(
-        (starts[turn.start[0]] + turn.start[1], starts[turn.end[0]] + turn.end[1], turn.message)
-        for turn in skeleton.turns
-    )
 
 
 @dataclass(frozen=True)

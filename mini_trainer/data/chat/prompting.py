@@ -40,7 +40,7 @@ NUM_SHOWN = 80  # last characters of a prompt shown in remarks
 AS_RENDERED, AS_PROMPTED, UNTRAINED_REASONING = "as rendered", "as prompted", "untrained reasoning"
 EARLIER, UNREAD_KEY = "earlier turn", "unread key"
 READ_OR_CHECKED = {"role", "content", "tool_calls", *conversation.REASONING_KEYS}  # keys that other checks cover
-READ_OF_RESULTS = {"tool_call_id", "name"}
+READ_OF_RESULTS = {("tool", "tool_call_id"), ("tool", "name")}  # by role
 
 MISSING_STOP_TOKEN = (
     "THE MODEL IS NOT TAUGHT TO STOP: the chat template writes no stop token after the assistant's turns, so none is"
@@ -130,9 +130,9 @@ def describe_difference(text: str, span: Span, closing: str | None, *, is_last: 
     """A remark on a turn that begins differently from its prompt. `closing`: the beginning of a changed turn."""
     beginning = span.turn.beginning
     if closing is not None:
-        return conversation.Remark(AS_PROMPTED, shorten(beginning.prompt), closing)
+        return conversation.Remark(AS_PROMPTED, beginning.prompt[-NUM_SHOWN:], closing)
     kept = beginning.header + text[span.opens : span.start]
-    return conversation.Remark(AS_RENDERED if is_last else EARLIER, shorten(beginning.prompt), shorten(kept))
+    return conversation.Remark(AS_RENDERED if is_last else EARLIER, beginning.prompt[-NUM_SHOWN:], kept[-NUM_SHOWN:])
 
 
 def is_prompted(text: str, span: Span) -> bool:
@@ -155,7 +155,8 @@ def lacks_reasoning(text: str, span: Span, message: conversation.Message) -> boo
 
 def find_unread_keys(messages: Sequence[conversation.Message], text: str, render: Render) -> list[conversation.Remark]:
     """Remarks on message keys that the template does not read: without them it writes the same `text`."""
-    others = sorted({(message["role"], key) for message in messages for key in message.keys() - list_checked(message)})
+    unchecked = {(message["role"], key) for message in messages for key in message.keys() - READ_OR_CHECKED}
+    others = sorted(unchecked - READ_OF_RESULTS)
     if not others:
         return []
 
@@ -165,18 +166,6 @@ def find_unread_keys(messages: Sequence[conversation.Message], text: str, render
 
     unread = others if writes_same(others) else [other for other in others if writes_same([other])]
     return [conversation.Remark(UNREAD_KEY, role, key) for role, key in unread]
-
-
-def list_checked(message: conversation.Message) -> set[str]:
-    return READ_OR_CHECKED | READ_OF_RESULTS if message["role"] == "tool" else READ_OR_CHECKED
-
-
-def refuse_untrained_reasoning(remarks: Sequence[conversation.Remark]) -> None:
-    if any(remark.kind == UNTRAINED_REASONING for remark in remarks):
-        raise ValueError(
-            "the chat template leaves out the reasoning of an answer that is trained (--strict-reasoning): remove it"
-            " from the row, or use a template that writes it (--chat-template)"
-        )
 
 
 def find_closing(prompted: str, template: str, render: Render) -> str | None:
@@ -233,10 +222,6 @@ def begin_as_prompted(text: str, spans: list[Span], span: Span, closing: str) ->
     changed = replace(span, start=span.opens + len(beginning.prompted), end=span.end + by)
     spans = [changed if old is span else new for old, new in zip(spans, moved, strict=True)]
     return text[: span.opens] + words + text[rest:], spans
-
-
-def shorten(text: str) -> str:
-    return text[-NUM_SHOWN:]
 
 
 @dataclass(frozen=True)
@@ -300,11 +285,8 @@ class TemplateChecker:
     def find_problem(self, tokenized: conversation.TokenizedChat, chat: conversation.Chat) -> str | None:
         """The problem with a probe's token ids or labels. Adds notes on properties of the template that are allowed but
         unexpected."""
-        messages = prepare_for(self.tokenizer, chat.messages)
-        expected = self.tokenizer.apply_chat_template(
-            messages, tools=chat.tools, return_dict=True, **self.template_args
-        )["input_ids"]
-        if tokenized.input_ids != expected and conversation.Remark(conversation.DIVIDED) not in tokenized.remarks:
+        is_divided = conversation.Remark(conversation.DIVIDED) in tokenized.remarks
+        if tokenized.input_ids != self.encode(chat) and not is_divided:
             return "apply_chat_template returns other token ids"
         stretches = split_by_training(tokenized.input_ids, tokenized.labels)
         trained = [ids for ids, is_trained in stretches if is_trained]
@@ -327,7 +309,7 @@ class TemplateChecker:
         """Adds a note if the prompt differs from the text before the row's last answer, unless one of the row's remarks
         says so."""
         before = tokenized.input_ids[: tokenized.spans[-1].start]
-        prompt = self.encode_prompt(chat)
+        prompt = self.encode(chat, is_prompt=True)
         if prompt == before or any(remark.prompted for remark in tokenized.remarks):
             return
         self.notes.append(
@@ -335,11 +317,11 @@ class TemplateChecker:
             " before the answer"
         )
 
-    def encode_prompt(self, chat: conversation.Chat) -> list[int]:
-        """Token ids of the prompt for the last answer."""
-        messages = prepare_for(self.tokenizer, chat.messages[:-1])
+    def encode(self, chat: conversation.Chat, *, is_prompt: bool = False) -> list[int]:
+        """Token ids of the chat, or of the prompt for its last answer."""
+        messages = prepare_for(self.tokenizer, chat.messages[:-1] if is_prompt else chat.messages)
         return self.tokenizer.apply_chat_template(
-            messages, tools=chat.tools, add_generation_prompt=True, return_dict=True, **self.template_args
+            messages, tools=chat.tools, add_generation_prompt=is_prompt, return_dict=True, **self.template_args
         )["input_ids"]
 
     def check_as_prompted(
@@ -355,7 +337,7 @@ class TemplateChecker:
             start, num_changed = tokenized.spans[-1].start, num_changed + 1
             before, trained = tokenized.input_ids[:start], tokenized.input_ids[start : tokenized.spans[-1].end]
             problem = self.find_problem_of_turn(trained, chat.messages[-1])
-            if before != self.encode_prompt(chat):
+            if before != self.encode(chat, is_prompt=True):
                 problem = "the token ids before the answer are not the prompt's"
             if problem is not None:
                 raise ValueError(f"{flag}: {name} cannot be used: {problem}; tried with {chat.messages}")

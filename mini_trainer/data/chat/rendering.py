@@ -67,7 +67,11 @@ def takes_text(render: Callable[[list[conversation.Message]], str | None]) -> bo
     if they are an object. `render` returns None for conversations that the template refuses."""
     for arguments in ARGUMENTS:
         rendered = render(make_calling(arguments))
-        if rendered is not None and (holds_json(rendered, arguments) or holds_other(rendered, arguments)):
+        if rendered is None:
+            continue
+        has_words = WORDS in rendered and all(key in rendered for key in arguments)
+        # Words without JSON are in a notation of the template's own, unless it is Python's.
+        if holds_json(rendered, arguments) or (has_words and repr(arguments) not in rendered):
             return False
     texts = [(arguments, render(make_calling(write_json(arguments)))) for arguments in ARGUMENTS]
     written = [holds_json(rendered, arguments) for arguments, rendered in texts if rendered is not None]
@@ -85,11 +89,6 @@ def holds_json(text: str, arguments: dict[str, Any]) -> bool:
             pass
         at = text.find("{", at + 1)
     return False
-
-
-def holds_other(text: str, arguments: dict[str, Any]) -> bool:
-    """Whether `text` has the arguments in a notation of the template's own, which is not Python's."""
-    return repr(arguments) not in text and WORDS in text and all(key in text for key in arguments)
 
 
 def write_json(arguments: Any) -> str:
@@ -215,8 +214,7 @@ def takes_calls_as_text(tokenizer: Any) -> bool:
 def as_parts(message: conversation.Message) -> conversation.Message:
     """The message with its text as a list of one part, the only form that some multi-modal templates write."""
     content = message.get("content")
-    is_text = isinstance(content, str) and content != ""
-    return {**message, "content": [{"type": "text", "text": content}]} if is_text else message
+    return {**message, "content": [{"type": "text", "text": content}]} if conversation.is_text(content) else message
 
 
 def has_text_parts(message: conversation.Message) -> bool:

@@ -71,14 +71,10 @@ class Turn:
     end: tuple[int, int]
     prompted: tuple[str, ...] = ()  # beginnings that the generation prompt may already write; the first match counts
     prompt: str | None = None  # the generation prompt's text after the last text before the turn
-    has_stop: bool = True
     num_skipped: int | None = 0  # characters from the mark's beginning to the turn; None if a text is in between
     header: tuple[int, int] | None = None  # end of the header, if the turn begins later
     beginning: Beginning | None = None  # None if the prompt has nothing after the header
     lacks_reasoning: bool = False  # the template leaves out the message's reasoning
-
-    def covers(self, slot: int) -> bool:
-        return self.start[0] <= slot < self.end[0]
 
 
 @dataclass(frozen=True)

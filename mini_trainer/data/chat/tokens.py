@@ -199,13 +199,14 @@ class BorderEncoder:
 
         Raises ValueError if their tokens together do not decode to the text.
         """
-        parts = [TextPart(0, encodings[0], num_dropped=self.count_ending(encodings[0].ids, texts[0]) * adds_special)]
+        num_ending = count_ending(encodings[0].ids, texts[0], *self.eos)
+        parts = [TextPart(0, encodings[0], num_dropped=num_ending * adds_special)]
         for i, text in enumerate(texts[1:], start=1):
             before = "".join(texts[:i])
             part = TextPart(len(before), encodings[i])
             if not isinstance(part.encoding, ByteEncoding):  # whose tokens' bytes are the text's
                 whole = self.encode(before + text, adds_special=adds_special).ids
-                whole = whole[: len(whole) - self.count_ending(whole, text) * adds_special]
+                whole = whole[: len(whole) - count_ending(whole, text, *self.eos) * adds_special]
                 part = self.choose(parts, chain([part], self.list_continuations(part, text)), text, whole)
             parts.append(part)
         return JoinedEncoding(parts)
@@ -236,9 +237,6 @@ class BorderEncoder:
             f"the tokenizer cannot encode the answer apart from its prompt: {before[-20:]!r} and {text[:20]!r} would"
             " not decode to the row's text; move the space at the prompt's end to the answer's beginning"
         )
-
-    def count_ending(self, ids: Sequence[int], text: str) -> int:
-        return count_ending(ids, text, *self.eos)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(ids, skip_special_tokens=False)

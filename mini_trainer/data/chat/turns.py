@@ -168,7 +168,7 @@ class TurnLearner:
         last = self.slots_by_message[message][-1]
         if self.outline.leaves[self.order[last]].kind != "content":
             raise ValueError(f"message {message + 1} ends with tool calls, and the chat template writes no stop token")
-        return Turn(message, start, (last + 1, 0), rests, prompt=prompt, has_stop=False)
+        return Turn(message, start, (last + 1, 0), rests, prompt=prompt)
 
     def learn_start(self, message: int) -> tuple[tuple[int, int], tuple[str, ...], str | None]:
         """The turn's start, the parts of the prompt that it can begin with, and the prompt's text after the last
@@ -294,8 +294,9 @@ class TurnLearner:
         before = found.start() if found else 0
         start = literal[:before]
         if start.count('"') >= 2:  # a key needs two quotes
-            for key in conversation.list_keys(self.outline.messages[message]):
-                start = start.replace(json.dumps(key, ensure_ascii=False), '"key"')
+            for call in conversation.list_calls(self.outline.messages[message]):
+                for key in conversation.mark_keys(call, 0)[1]:
+                    start = start.replace(json.dumps(key, ensure_ascii=False), '"key"')
         return last_new, (start, literal[before:], *others, *kinds, *following, calls), before
 
     def learn_end_by_cut(self, message: int, own: list[int]) -> tuple[int, int] | None:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, GOOD_COLUMN = "margin", "pair_weight", "good"
 REFERENCE_COLUMN = "reference_logps"  # computed before training: of each answer, (2,)
-
-
 LEAST_WEIGHT, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 

@@ -13,6 +13,8 @@ fast-math: the same table on every machine.
 import numpy as np
 from numba import njit
 
+from mini_trainer.data.packers.compiling import compile_kept
+
 NUM_ROUNDS = 8  # rounds of exchanges between the bins of each step
 LEAST_GAIN = 2.0**-30  # minimum gain of an exchange, as a share of the load
 
@@ -130,7 +132,7 @@ def _level_steps(sizes, costs, caps, num_steps, num_ranks, bin_of):
     return total
 
 
-@njit(nogil=True, cache=True)  # the only entry point, so there is one cache file
+@compile_kept  # the only entry point, so there is one cache file
 def _assign(sizes, costs, caps, orders, num_ranks):
     # Find the fewest steps with first-fit or a level plan.
     best, plan = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)

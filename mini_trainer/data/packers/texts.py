@@ -21,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from mini_trainer.data.packers.compiling import compile_kept
+
 NUM_ROUNDS = 8  # rounds of exchanges between pairs of bins; later ones gain less than 0.02 %
 MAX_EXCHANGES = 4  # maximum number of exchanges of a pair of bins in one round
 SEARCH_WIDTH = 32  # second samples to try in a bin when first-fit decreasing needs too many bins
@@ -334,7 +336,7 @@ def _fill_evenly(kind, lengths, costs, cap, num_steps, num_ranks, bin_of):
     return fits
 
 
-@njit(nogil=True, cache=True)  # the only entry point, so there is one cache file: compiling takes seconds
+@compile_kept  # the only entry point, so there is one cache file: compiling takes seconds
 def assign_bins(lengths, costs, cap, num_ranks):
     """Returns the bin of each sample, int64 (n,), and the number of steps; step k is bins k*R to k*R + R-1.
 

@@ -36,10 +36,10 @@ from mini_trainer.data.rows.values import RowReader
 from mini_trainer.data.stores.json_lines import BadRow, Line, RawRow, TooLong
 from mini_trainer.data.stores.parquet import RowBatch, check_groups, choose_batch_rows, count_rows, cut_batch
 from mini_trainer.data.stores.remote import RemoteFile, find_remote
+from mini_trainer.options.reading import check_unicode, open_regular
 from mini_trainer.options.urls import is_url
 
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
-ALIASES = {".ndjson": ".jsonl"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 ENDINGS_IN_WORDS = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, and may be compressed ({', '.join(COMPRESSIONS)})"
 NUM_SKIPPED_SHOWN = 10  # files of a folder that a note names
@@ -114,7 +114,7 @@ class Source:
 
     def open(self) -> io.RawIOBase:
         """The bytes of its file, unbuffered."""
-        return open(self.path, "rb", buffering=0) if self.remote is None else self.remote.open()
+        return open_regular(self.path).detach() if self.remote is None else self.remote.open()
 
     @property
     def compression(self) -> str | None:
@@ -128,7 +128,7 @@ class Source:
 def data_ending(path: PurePath) -> str:
     """The ending that shows a file's format, in lower case: .jsonl for a.jsonl.gz, a.JSONL and a.ndjson."""
     ending = (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
-    return ALIASES.get(ending, ending)
+    return ".jsonl" if ending == ".ndjson" else ending
 
 
 def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[Source]:
@@ -176,6 +176,7 @@ def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
     names, skipped = choose_files([path.relative_to(directory) for path in directory.rglob("*") if path.is_file()])
     if not names:
         raise ValueError(f"{flag} {directory}: no file in it ends in {ENDINGS_IN_WORDS}")
+    check_unicode(str(directory / name) for name in names)
     folder = Folder(str(directory), skipped)
     return [
         Source(directory / name, name.as_posix(), (directory / name).stat().st_size, folder=folder) for name in names
@@ -225,8 +226,8 @@ def list_sections(source: Source) -> list[int]:
         return [0]
     if source.ending == ".jsonl":
         return list(range(0, max(source.num_bytes, 1), SECTION_BYTES))
-    with refused_if_damaged(source):
-        metadata = pq.read_metadata(source.path)
+    with refused_if_damaged(source), open_regular(source.path) as file:
+        metadata = pq.read_metadata(file)
     sizes = [sum(metadata.row_group(i).total_byte_size for i in group) for group in group_rows(metadata)]
     return [source.num_bytes * sum(sizes[:i]) // max(sum(sizes), 1) for i in range(len(sizes))]
 
@@ -368,7 +369,7 @@ def count_bytes(value: bytes | TooLong | BadRow | dict[str, str]) -> int:
 def read_parquet(stream: BinaryIO, *, source: Source, is_file: bool) -> Iterator[Chunk]:
     """Yields the rows of the source's sections of a Parquet file. It is read from its end, so one that is compressed or
     remote is copied to a temporary file."""
-    with open(source.path, "rb") if is_file else tempfile.TemporaryFile() as unpacked:
+    with open_regular(source.path) if is_file else tempfile.TemporaryFile() as unpacked:
         if not is_file:
             shutil.copyfileobj(stream, unpacked, BLOCK_BYTES)
         metadata = pq.read_metadata(unpacked)

@@ -106,12 +106,8 @@ def read_fields(
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
     # Chats often repeat their first question in a column; an answer chosen by a path may lack its question. A prompt's
     # columns are no reason to refuse rows that have nothing else to train.
-    without = {column_names.PROMPTING} if data_format is None else set()
-    meanings = [
-        meaning
-        for meaning in column_names.MEANINGS
-        if (given or meaning != column_names.ASKING) and meaning not in without
-    ]
+    without = {column_names.PROMPTING: data_format is None, column_names.ASKING: not given}
+    meanings = [meaning for meaning in column_names.MEANINGS if not without.get(meaning, False)]
     column_names.check_columns(
         row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally
     )
@@ -122,16 +118,11 @@ def read_fields(
 def detect_format(chunk: Chunk, paths: FieldPaths = OWN_NAMES) -> str | None:
     """The format of the first row that has one."""
     for row in iterate_rows(chunk):
-        try:
-            row = parse_row(row.value, chunk.encoding)
-            fields = (
-                None if row is None else rename_fields(column_names.drop_ignored(row, paths.ignored, Counter()), paths)
-            )
-        except ValueError:
-            continue  # refused, with its reason, when it is read
-        found = None if fields is None else find_format(fields)
-        if found is not None:
-            return found
+        with contextlib.suppress(ValueError):  # an unreadable row is refused, with its reason, when it is read
+            values = parse_row(row.value, chunk.encoding) or {}
+            fields = rename_fields(column_names.drop_ignored(values, paths.ignored, Counter()), paths)
+            if (found := find_format(fields)) is not None:
+                return found
     return None
 
 

@@ -15,11 +15,12 @@ import pyarrow.parquet as pq
 
 from mini_trainer.data.rows.files import CHUNK_BYTES, CHUNK_ROWS, Chunk, Source, make_chunk
 from mini_trainer.data.stores.parquet import check_groups, count_rows, cut_batch
+from mini_trainer.data.stores.remote import make_error
 from mini_trainer.options import RowOptions
+from mini_trainer.options.reading import open_regular
 from mini_trainer.options.urls import list_http_errors
 
 FLAG = "--input-dataset"
-SAVED = ("state.json", "dataset_dict.json")  # files of a folder written by `save_to_disk`
 
 
 def find_dataset(options: RowOptions) -> Source:
@@ -32,7 +33,8 @@ def find_dataset(options: RowOptions) -> Source:
         files = list_files(folder)
         for path in (path for path in files if path.suffix.lower() == ".parquet"):
             try:
-                check_groups(pq.read_metadata(path), f"{FLAG} {path}")
+                with open_regular(path) as file:
+                    check_groups(pq.read_metadata(file), f"{FLAG} {path}")
             except (OSError, pa.ArrowException) as error:
                 raise ValueError(f"{FLAG} {path}: cannot be read: {error}") from None
         num_bytes = sum(path.stat().st_size for path in files)
@@ -66,7 +68,7 @@ def find_revision(options: RowOptions) -> str | None:
             f"{given}: no such folder, and no such data set on the hub; a private one needs HF_TOKEN"
         ) from None
     except (HfHubHTTPError, *list_http_errors(), OSError) as error:
-        raise ValueError(f"{given}: no such folder, and the hub cannot be reached: {error}") from None
+        raise make_error(error, f"{given}: no such folder, and the hub cannot be reached: {error}") from None
 
 
 def open_rows(given: str, split: str, revision: str | None) -> Any:
@@ -75,14 +77,14 @@ def open_rows(given: str, split: str, revision: str | None) -> Any:
 
     folder, where = Path(given), f"{FLAG} {given}"
     try:
-        if any((folder / name).is_file() for name in SAVED):
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():  # from `save_to_disk`
             data = choose_rows(datasets.load_from_disk(given), split)
         else:
             name, _, config = (given, "", "") if revision is None else given.partition(":")
             is_slice = any(sign in split for sign in "[+")  # such as train[:10%], which cannot be streamed
             data = datasets.load_dataset(name, config or None, split=split, revision=revision, streaming=not is_slice)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{where}: {error}") from None
+    except (ValueError, *list_http_errors(), OSError) as error:
+        raise ValueError(f"{where}: {error}") if revision is None else make_error(error, f"{where}: {error}") from None
     return partial(read_dataset, data)
 
 
@@ -109,7 +111,7 @@ def choose_rows(saved: Any, split: str) -> Any:
 
 
 def read_dataset(data: Any, source: Source) -> Iterator[Chunk]:
-    """Yields the rows; ValueError if they cannot be read. Sets `source.sha256`, of the rows' content, at the end."""
+    """Yields the rows; RunError if they cannot be read. Sets `source.sha256`, of the rows' content, at the end."""
     digest, first_row = hashlib.sha256(), 1
     try:
         for table in data.with_format("arrow").iter(batch_size=CHUNK_ROWS):
@@ -119,6 +121,7 @@ def read_dataset(data: Any, source: Source) -> Iterator[Chunk]:
                 digest.update(chunk.table or repr(batch).encode())
                 yield chunk
                 first_row += count_rows(batch)
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{FLAG} {source.path}: its rows cannot be read: {error}") from None
+    except (*list_http_errors(), OSError, pa.ArrowException) as error:
+        message = f"{FLAG} {source.path}: its rows cannot be read: {error}"
+        raise ValueError(message) if source.path.exists() else make_error(error, message, had_access=True) from None
     source.sha256 = digest.hexdigest()

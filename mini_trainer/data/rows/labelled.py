@@ -31,12 +31,12 @@ from mini_trainer.data.chat.rendering import check_unicode
 from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask, LabelType, describe_task, read_task
 from mini_trainer.data.columns.label_columns import describe_names
 from mini_trainer.data.rows import column_names
-from mini_trainer.data.rows.chat_rows import build_chat, parse_lists, parse_turns, require_list
+from mini_trainer.data.rows.chat_rows import build_chat, parse_lists, parse_turns, require_list, require_text
 from mini_trainer.data.rows.files import Chunk, Source
 from mini_trainer.data.rows.values import read_features
-from mini_trainer.data.stores.disk import read_object
 from mini_trainer.data.stores.json_lines import quote
 from mini_trainer.options import RowOptions
+from mini_trainer.options.reading import read_object
 
 NO_NAME = ("Cc", "Zl", "Zp")  # categories of characters: controls, and ends of lines
 
@@ -93,11 +93,8 @@ def check_values(values: column_names.Fields, options: RowOptions, tally: Counte
     values = parse_lists(values, (*(("tokens",) if text is None else ()), *labels))
     texts = ("text", "tokens", "messages") if text is None else (text,)
     read = {"tools", *texts, options.column("text_pair") or "text_pair", *labels}
-    ignored, meanings, why = (
-        options.ignore_columns,
-        (column_names.WEIGHING,),
-        "Classification does not read such columns",
-    )
+    ignored, meanings = options.ignore_columns, (column_names.WEIGHING,)
+    why = "Classification does not read such columns"
     column_names.check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
     return column_names.check_messages(values, ignored, tally, marks=(), meanings=meanings)
 
@@ -121,7 +118,6 @@ def read_row(values: column_names.Fields, options: RowOptions, *, is_cell: bool)
 
 
 def read_content(values: column_names.Fields, options: RowOptions) -> Content:
-    """The content to classify."""
     choices = ("text", "tokens", "messages") if options.column("text") is None else ()
     name = column_names.find_name(values, options.column("text"), choices, option="--columns text=")
     pair = options.column("text_pair") or "text_pair"
@@ -138,9 +134,7 @@ def read_content(values: column_names.Fields, options: RowOptions) -> Content:
 
 
 def read_text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name!r} is {quote(value)}, expected text")
-    return check_unicode(value)
+    return check_unicode(require_text({name: value}, name))
 
 
 def require_items(value: Any, name: str) -> list[Any]:
@@ -242,10 +236,6 @@ class Labels:
 
     task: DataTask
     takes_indices: bool  # an integer that is not a name is the number of a class
-
-    @classmethod
-    def empty(cls) -> "Labels":
-        return cls(DataTask(SEQUENCES, "single"), takes_indices=False)
 
     @cached_property
     def classes(self) -> dict[str, int]:

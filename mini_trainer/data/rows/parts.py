@@ -30,10 +30,11 @@ from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.rows.rows import ChunkResult
 from mini_trainer.data.rows.split import SideResult
 from mini_trainer.data.rows.writer import EncodedSamples, TokenizedSample
-from mini_trainer.data.stores.disk import hash_file, remove, sync_file, written_aside
+from mini_trainer.data.stores.disk import remove, sync_file, written_aside
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.distributed.lock import SECONDS_PER_BEAT, RunLock
 from mini_trainer.options import flag_name
+from mini_trainer.options.reading import hash_file, open_regular, read_document
 
 FORMAT_VERSION = 5
 # A row is the result of a chunk; `counts` is JSON: each side's kind of samples and totals, the reasons, the bytes read.
@@ -73,7 +74,7 @@ class Part:
     def content(self) -> dict[str, Any] | None:
         """The manifest; None if the part is not complete."""
         try:
-            content = json.loads(self.manifest.read_bytes())
+            content = read_document(self.manifest)
             is_whole = self.rows.stat().st_size == content["file"]["size"]
             has_all = {"options", "sources"} <= content["made_with"].keys() and isinstance(content["read"], list)
             return content if is_whole and has_all else None
@@ -242,7 +243,7 @@ def read_results(parts: Sequence[Part]) -> Iterator[ChunkResult]:
         if hash_file(part.rows) != part.content["file"]:
             raise make_damaged_error(part, "its hash is not that of its manifest")
         try:
-            with pa.OSFile(str(part.rows)) as file, pa.ipc.open_stream(file) as batches:
+            with open_regular(part.rows) as file, pa.ipc.open_stream(file) as batches:
                 for batch in batches:
                     batch.validate(full=True)
                     yield unpack_result(batch)

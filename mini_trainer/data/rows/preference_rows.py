@@ -100,10 +100,8 @@ def read_preference(values: column_names.Fields, options: RowOptions, tally: Cou
         return read_texts(prompt, *answers, numbers)
     if is_whole:
         refuse_unread(values, ("input",), "whole chats")
-    beginning = [
-        *chat_rows.read_system(values),
-        *([] if is_whole else read_prompt(values, prompt_name, tally, ignored)),
-    ]
+    messages = [] if is_whole else read_prompt(values, prompt_name, tally, ignored)
+    beginning = [*chat_rows.read_system(values), *messages]
     read_side = read_whole_chat if is_whole else read_answer
     sides = [
         [*beginning, *read_side(answer, name, tally, ignored)] for answer, name in zip(answers, names, strict=True)
@@ -318,11 +316,9 @@ def read_feedback(
         raise ValueError(f"{label_name!r} is {quote(is_good)}, allowed: true, false")
     prompt_name = column_names.find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
     is_whole = prompt_name in column_names.TURNS and answer_field is None and values.get("completion") is None
-    name = (
-        None
-        if is_whole
-        else column_names.find_name(values, answer_field, ("completion",), option="--columns completion=")
-    )
+    name = None
+    if not is_whole:
+        name = column_names.find_name(values, answer_field, ("completion",), option="--columns completion=")
     read = {label_name, prompt_name, name, *BESIDE} - {None, "margin"}
     check_beside(values, read, ignored, tally, why="Feedback does not read such columns")
     weight, answer = read_number(values, "weight"), None if name is None else column_names.look_up(values, name)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
 from mini_trainer.data.chat.masking import ChatMasker, ImageExpander
-from mini_trainer.data.columns.base import FEEDBACK, VISION, DataTask
+from mini_trainer.data.columns.base import FEEDBACK, SEQUENCES, VISION, DataTask
 from mini_trainer.data.rows import labelled
 from mini_trainer.data.rows.chat_rows import ImageFolders
 from mini_trainer.data.rows.column_names import Fields
@@ -31,7 +31,6 @@ from mini_trainer.options.doors import MASKED_FORMATS, NAMED_FORMATS
 from mini_trainer.options.tools import ProcessDataOptions
 
 BYTES_PER_WORKER = 1 << 20  # with less input, starting one more process takes longer than it saves
-
 DEFAULT_LENGTH = 2048
 SEED = 42
 BYTES_PER_TOKEN = 4
@@ -190,9 +189,9 @@ def draw_samples(numbers: Sequence[int], *, token_ids: np.ndarray, length: int) 
 def survey_labels(sources: Sequence[Source], rows: RowOptions, *, num_workers: int) -> labelled.Labels:
     """The meaning of the labels of all rows. ValueError if it is ambiguous."""
     known = None if rows.labels_from is None else labelled.read_known_labels(rows.labels_from)
-    declared = (
-        () if known is not None or rows.label_names else labelled.find_declared_names(sources, rows.column("label"))
-    )
+    names = rows.label_names
+    if known is None and not names:
+        names = labelled.find_declared_names(sources, rows.column("label"))
     counts, first = labelled.LabelCounts(), None
     read = (chunk for source in sources for chunk in read_chunks(source))
     with closing(run_in_order(partial(survey_chunk, rows=rows), read, num_workers=num_workers)) as results:
@@ -200,8 +199,7 @@ def survey_labels(sources: Sequence[Source], rows: RowOptions, *, num_workers: i
             counts.add(found)
             first = first or first_found
     if first is None and known is None:
-        return labelled.Labels.empty()  # every row is refused, with reasons
-    names = rows.label_names or declared
+        return labelled.Labels(DataTask(SEQUENCES, "single"), takes_indices=False)  # every row is refused, with reasons
     return labelled.decide_labels(counts, first=first, label_type=rows.label_type, label_names=names, known=known)
 
 

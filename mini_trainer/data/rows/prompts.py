@@ -22,7 +22,7 @@ from typing import Any
 from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.rendering import check_template_args, prepare_for, template_errors
 from mini_trainer.data.chat.tokens import count_ending
-from mini_trainer.data.rows.chat_rows import parse_turns
+from mini_trainer.data.rows.chat_rows import parse_turns, require_text
 from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.files import Source, describe_skipped, find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import find_format, list_conversation, read_example
@@ -66,10 +66,7 @@ def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "
         say(f"note: {note}")
     for source in sources:
         for found in read_source(source, data_format):
-            if isinstance(found, Prompt):
-                prompts.append(found)
-            else:
-                reasons.append(found)
+            (prompts if isinstance(found, Prompt) else reasons).append(found)
     if reasons:
         shown = "".join(f"\n  {reason}" for reason in reasons[:NUM_REASONS_SHOWN])
         raise ValueError(f"{flag}: {len(reasons):,} of {len(reasons) + len(prompts):,} rows cannot be used:{shown}")
@@ -81,15 +78,14 @@ def read_prompts(paths: Sequence[str], data_format: str | None, *, flag: str = "
 def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | str]:
     """Yields the file's prompts, or for an invalid row the reason."""
     for chunk in read_chunks(source):
+        is_lines = chunk.encoding == "text" and data_format is None
         for row in iterate_rows(chunk):
-            rows = split_lines(row) if chunk.encoding == "text" and data_format is None else [row]
-            for one in rows:
+            for one in split_lines(row) if is_lines else [row]:
                 place = f"{source.name}:{one.place}"
                 try:
                     fields = parse_row(one.value, chunk.encoding)
                     if fields is not None:
-                        as_line = chunk.encoding == "text" and data_format is None
-                        fields = {"question": fields["text"]} if as_line else fields
+                        fields = {"question": fields["text"]} if is_lines else fields
                         prompt = read_prompt(fields, data_format)
                         yield replace(prompt, place=place, row=drop_non_finite(prompt.row))
                 except ValueError as error:
@@ -122,8 +118,7 @@ def read_question(row: Fields, data_format: str | None) -> Prompt:
     """Reads the question, and its reference if the row's format has one."""
     question = row.get("question", row.get("text") if "label" in row else None)
     if data_format is None and question is not None and "messages" not in row:
-        if not isinstance(question, str) or not question.strip():
-            raise ValueError(f"'question' is {quote(question)}, expected text")
+        question = require_text({"question": question}, "question")
         answer = row.get("answer", row.get("label"))
         refuse_non_json(answer, "the answer")
         references = () if answer is None else (str(answer),)

@@ -220,16 +220,6 @@ def describe_remarks(totals: Totals) -> list[str]:
     return notes
 
 
-def describe_completions(totals: Totals) -> list[str]:
-    """A note on prompts and completions for a model that has a chat template."""
-    if not totals.trained_by_role["completion"]:
-        return []
-    return [
-        "prompts and completions are trained as plain text, without the model's chat template (--format alpaca in"
-        " place of completion makes chats of them)"
-    ]
-
-
 def print_sides(sides: dict[str, Totals], task: DataTask) -> None:
     """Prints each side's share of the data set, including dropped rows."""
     num_rows, has_labels = sum(totals.rows["in"] for totals in sides.values()), COLUMNS[task.objective].has_labels

@@ -70,7 +70,9 @@ class RowReader:
         if pa.types.is_map(kind):
             return lambda _: Unreadable(f"a {kind}: write it as JSON text")
         if any(is_kind(kind) for is_kind in LISTS):
-            read = self.find(kind.value_type, find_inner(feature), place)
+            inner = feature.get("feature") if isinstance(feature, dict) else None
+            inner = feature[0] if isinstance(feature, list) and feature else inner
+            read = self.find(kind.value_type, inner, place)
             # A list's nulls are the row's own, and stay.
             return keep if read is keep else lambda values: [None if one is None else read(one) for one in values]
         if any(is_kind(kind) for is_kind in DATES):
@@ -122,13 +124,6 @@ def read_features(schema: pa.Schema) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         return {}
     return features if isinstance(features, dict) else {}
-
-
-def find_inner(feature: Any) -> Any:
-    """The feature of a list's values."""
-    if isinstance(feature, list):
-        return feature[0] if feature else None
-    return feature.get("feature") if isinstance(feature, dict) else None
 
 
 def refuse_non_json(value: Any, where: str) -> None:

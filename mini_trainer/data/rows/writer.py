@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
 from mini_trainer.data.columns.base import COLUMNS, DataTask
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
+from mini_trainer.options.reading import open_own
 
 EncodedSamples = pa.RecordBatch | bytes  # in the output's format; bytes for JSON lines
 
@@ -38,7 +39,7 @@ def encode_samples(samples: Sequence[TokenizedSample], ending: str, task: DataTa
 def open_output(path: Path, ending: str, task: DataTask) -> Iterator[Callable[[EncodedSamples], Any]]:
     """A function that appends samples to a new file, which is finished when the context ends."""
     if ending == ".jsonl":
-        with open(path, "wb") as file:
+        with open_own(path, "wb") as file:
             yield file.write
     elif ending == ".arrow":
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, COLUMNS[task.objective].schema) as writer:

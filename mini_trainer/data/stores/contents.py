@@ -17,15 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.data.stores.disk import hash_file, hash_json, locked, read_json, read_object, written_aside
+from mini_trainer.data.stores.disk import hash_json, locked, write_text
 from mini_trainer.distributed.ending import log
+from mini_trainer.options.places import USUAL, expand
+from mini_trainer.options.reading import hash_file, open_regular, read_json, read_object
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of manifests
 COMPANIONS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of config, tokenizer, code
 BLOCK_BYTES = 4096
 NUM_BLOCKS = 1024  # blocks read from every large file
-MEMORY_DIR = "~/.cache/mini_trainer/verified"
+MEMORY_DIR = f"{USUAL}/verified"
 REMEMBERED_FROM = 64 << 20  # bytes; smaller files are hashed at every start, in a tenth of a second
 ANNOUNCED_FROM = 1 << 30  # bytes; takes a second
 NUM_THREADS = 8  # files of a model hashed at the same time
@@ -40,7 +42,7 @@ def fingerprint_file(path: Path) -> str:
     digest = hashlib.sha256(str(size).encode())
     num_blocks = -(-size // BLOCK_BYTES)
     chosen = np.linspace(0, num_blocks - 1, min(num_blocks, NUM_BLOCKS)).astype(int)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for block in chosen:
             file.seek(int(block) * BLOCK_BYTES)
             digest.update(file.read(BLOCK_BYTES))
@@ -52,7 +54,7 @@ def hash_once(path: Path, *, again: bool = False) -> str:
     the whole file nevertheless."""
     if path.stat().st_size < REMEMBERED_FROM:
         return hash_file(path)["sha256"]
-    folder = Path(MEMORY_DIR).expanduser()
+    folder = expand(MEMORY_DIR)
     memory = folder / f"{hash_json([socket.gethostname(), str(path.resolve())])[:32]}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,8 +80,8 @@ def remember(path: Path, memory: Path) -> str:
     if size >= ANNOUNCED_FROM:
         log.info(f"verifying {path}: {size / 1e9:.1f} GB, once on this machine")
     known = {"path": str(path), "identity": identity, "sampled": fingerprint_file(path)} | hash_file(path)
-    with suppress(OSError), written_aside(memory) as (aside,):
-        aside.write_text(json.dumps(known) + "\n")
+    with suppress(OSError):
+        write_text(memory, json.dumps(known) + "\n")
     return known["sha256"]
 
 
@@ -90,11 +92,18 @@ def identify(path: Path) -> list[int]:
 
 def check_recorded(path: Path, recorded: Mapping[str, Any], *, record: str, again: bool = False) -> None:
     """ValueError unless the file has the size and SHA-256 `recorded` in the file `record` (see `hash_once`)."""
+    if (change := find_change(path, recorded, record=record, again=again)) is not None:
+        raise ValueError(f"{change}: {ADVICE}")
+
+
+def find_change(path: Path, recorded: Mapping[str, Any], *, record: str, again: bool = False) -> str | None:
+    """What differs from the size and SHA-256 `recorded` in the file `record`; None if nothing does."""
     size = path.stat().st_size
     if recorded["size"] != size:
-        raise ValueError(f"{path}: {size:,} bytes, but {record} says {recorded['size']:,}: {ADVICE}")
+        return f"{path}: {size:,} bytes, but {record} says {recorded['size']:,}"
     if recorded["sha256"] != hash_once(path, again=again):
-        raise ValueError(f"{path}: its SHA-256 is not the one in {record}: it is damaged or was replaced: {ADVICE}")
+        return f"{path}: its SHA-256 is not the one in {record}: it is damaged or was replaced"
+    return None
 
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:

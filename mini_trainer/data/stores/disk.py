@@ -8,16 +8,14 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.options.reading import open_regular
+from mini_trainer.options.reading import open_descriptor, open_regular
 
 ASIDE = (".writing_", ".removing_")  # prefixes of the directories that a killed run may leave
-JSON_TYPES = {list: "a list", str: "a text", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
-MAX_JSON_BYTES = 256 << 20  # of a file that is one JSON document: it is read whole
 SPARE_BYTES = 64 << 20  # left free on the disk by a run
 # A full disk, a full quota, the largest size of a file, and a failing disk.
 FAILED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -45,6 +43,12 @@ def written_aside(*targets: Path) -> Iterator[list[Path]]:
     finally:
         for aside in asides:
             remove(aside)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file by a text, in UTF-8, in one step."""
+    with written_aside(path) as (aside,):
+        aside.write_text(text, encoding="utf-8")
 
 
 def is_part(path: Path) -> bool:
@@ -142,7 +146,7 @@ def locked(path: Path, *, flags: int = os.O_RDWR | os.O_CREAT, waits: bool = Tru
     file with. BlockingIOError if another process is in it, unless this one waits."""
     import fcntl
 
-    file, has_lock = os.open(path, flags, 0o666), False
+    file, has_lock = open_descriptor(path, flags, follows=not flags & os.O_CREAT), False
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -268,95 +272,13 @@ def remove_quietly(path: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Removes leftovers in `directory` of runs killed while they wrote or removed something."""
-    for path in find_leftovers(directory):
-        remove_quietly(path)
-
-
-def find_leftovers(directory: Path) -> list[Path]:
-    paths = directory.iterdir() if directory.is_dir() else []
-    return [path for path in paths if path.name.startswith(ASIDE)]
-
-
-def hash_file(path: Path) -> dict[str, Any]:
-    """A file's entry for the manifest."""
-    with open(path, "rb") as file:
-        return {"size": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    for path in list(directory.iterdir()) if directory.is_dir() else []:
+        if path.name.startswith(ASIDE):
+            remove_quietly(path)
 
 
 def hash_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def read_document(path: Path) -> Any:
-    """The value in a JSON file; OSError or ValueError, without the file's name, if it is too large or not JSON."""
-    with open_regular(path) as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        if num_bytes > MAX_JSON_BYTES:
-            raise ValueError(f"it has {num_bytes:,} bytes, allowed: {MAX_JSON_BYTES:,}")
-        return json.loads(file.read())
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file; ValueError naming it if it is missing or damaged."""
-    if not path.is_file():
-        raise ValueError(f"{path.name} is missing" if not path.exists() else f"{path.name} is not a regular file")
-    try:
-        return read_document(path)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is damaged: {error}") from None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError naming the file if it cannot be read or holds something else."""
-    try:
-        content = read_document(path)
-    except RecursionError:
-        raise ValueError(f"{path}: cannot be read: it is nested too deeply") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {str(error).removeprefix(f'{path}: ')}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object, but {JSON_TYPES[type(content)]}")
-    return content
-
-
-def read_fields(path: Path, kinds: Mapping[str, Any], *, written_by: str, advice: str = "") -> dict[str, Any]:
-    """The object in a JSON file that has these keys, of these types; ValueError naming the file and the other keys."""
-    try:
-        content = read_object(path)
-    except ValueError as error:
-        raise ValueError(f"{error}{advice}") from None
-    if wrong := list_wrong(content, kinds):
-        raise ValueError(f"{path}: not as {written_by} writes it (see {', '.join(wrong)}){advice}")
-    return content
-
-
-def list_wrong(content: dict[str, Any], kinds: Mapping[str, Any]) -> list[str]:
-    """The keys that an object lacks, or has with a value of another type."""
-
-    def fits(value: Any, kind: Any) -> bool:  # true and false are not numbers
-        return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-    return [name for name, kind in kinds.items() if name not in content or not fits(content[name], kind)]
-
-
-def read_metrics(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
-    """Yields number, text and content of each complete line of a run's metrics file; None for a damaged line. Yields
-    nothing if there is no file.
-    """
-    if path.exists():
-        with open_regular(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.endswith(b"\n"):  # the last line is incomplete after a kill, and while it is written
-                    yield number, line, parse_metrics(line)
-
-
-def parse_metrics(line: bytes) -> dict[str, Any] | None:
-    """The metrics of a step or a validation; None if the line is damaged."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int and "loss" in row else None
 
 
 def describe_failed_write(what: str, error: Exception, aside: Path, needed_bytes: int | str) -> str:
@@ -375,5 +297,5 @@ def sync_file(file: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     file.chmod(0o666 & ~umask)
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         os.fsync(stream.fileno())

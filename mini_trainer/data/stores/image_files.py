@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 89_478_485  # Pillow warns of decompression bombs above this
-NEEDS_PILLOW = "images need the package pillow, which is not installed: pip install pillow"
 SHOWN_CHARS = 60  # characters of a reference in messages
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # some others of Pillow's start programs (EPS)
 PHOTO = "MPO"  # a phone's photo: a JPEG followed by others, such as a preview or a depth map
@@ -122,7 +121,7 @@ def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
-        raise ValueError(NEEDS_PILLOW) from None
+        raise ValueError("images need the package pillow, which is not installed: pip install pillow") from None
     from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
     from transformers.processing_utils import ProcessorMixin

@@ -17,9 +17,9 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from mini_trainer.data.stores.contents import Tell, verify_model
-from mini_trainer.data.stores.disk import read_object
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import one_line
+from mini_trainer.options.reading import open_tensors, read_object
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 # Sizes by their keys, also in the configs of towers: the least, and the most, which is far above those of any model.
@@ -118,7 +118,6 @@ def find_model(
                 " branch or tag can move to code that you have not read"
             )
         patterns = [*SMALL_FILES, "*.py"] if trust_remote_code else SMALL_FILES
-
         path = download(model_name_or_path, revision=revision, patterns=patterns, flag=flag)
     code = check_model_dir(path, trust_remote_code=trust_remote_code)
     if code:
@@ -248,7 +247,7 @@ def iterate_texts(value: Any) -> Iterator[str]:
 
 def check_weights(path: Path) -> None:
     """ValueError unless the weights are complete safetensors files in the directory itself."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     names = list_weights(path)
     if not names:
@@ -263,7 +262,7 @@ def check_weights(path: Path) -> None:
         if (path / name).exists() and not os.access(path / name, os.R_OK):
             raise ValueError(f"{path / name}: cannot be read: permission denied")  # safetensors says that it is missing
         try:
-            with safe_open(path / name, framework="numpy"):  # reads the header and checks it against the file's size
+            with open_tensors(path / name, "numpy"):  # reads the header and checks it against the file's size
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path / name}: damaged, or not a safetensors file: {error}") from None
@@ -309,7 +308,10 @@ def download(repo: str, *, revision: str | None, patterns: list[str], flag: str)
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # errors of the network, the hub and the disk
-        raise ValueError(
+        from mini_trainer.data.stores.remote import make_error  # which no run with local files needs
+
+        raise make_error(
+            error,
             f"{flag} {repo}: there is no such directory, and it cannot be downloaded from the hub"
-            f"{f' at --model-revision {revision}' if revision else ''}: {one_line(error) or type(error).__name__}"
+            f"{f' at --model-revision {revision}' if revision else ''}: {one_line(error) or type(error).__name__}",
         ) from None

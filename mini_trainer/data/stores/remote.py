@@ -9,6 +9,7 @@ order that its last file says that it is complete.
 """
 
 import asyncio
+import errno
 import functools
 import importlib
 import re
@@ -24,6 +25,7 @@ from urllib.parse import urljoin
 from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
+from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.messages import hide_secrets
 from mini_trainer.options import urls
 from mini_trainer.options.problems.finding import require
@@ -36,7 +38,6 @@ SECONDS_WITHOUT_BYTES = 60.0  # of a web server, until a request is made again
 VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "Last-Modified", "LastModified", "mtime")  # in a store's answers
 WILDCARDS = re.compile(r"[*\[]")
 WITHOUT_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")  # errors of botocore
-PROBE = ".mini_trainer"  # name of the empty file that tests write permission
 COPYING = {"s3": ("aws", "s3", "sync"), "gs": ("gcloud", "storage", "rsync", "--recursive")}  # commands
 KINDS_OF_REPOSITORIES = {"datasets": "dataset", "spaces": "space"}  # the first part of a path at hf://
 
@@ -58,28 +59,52 @@ def retry(attempt: Callable[[], Result], seconds_to_wait: Sequence[float]) -> Re
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether another attempt would fail in the same way."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    """Whether another attempt would fail in the same way: the request is at fault, and not the store."""
+    from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
-    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, OSError):  # fsspec's, of a web server
-        return is_final(error.__cause__)
-    if isinstance(error, HfHubHTTPError) and error.response is not None:
-        return error.response.status_code < 500 and error.response.status_code not in (408, 429)
+    error = find_cause(error)
+    if (status := find_status(error)) is not None:
+        return status < 500 and status not in (408, 429)
     final = (FileNotFoundError, ValueError, TypeError, LocalTokenNotFoundError, OfflineModeIsEnabled)
-    return isinstance(error, final) or is_denied(error)
+    is_malformed = type(error).__name__ == "ParamValidationError" or getattr(error, "errno", 0) == errno.EINVAL  # S3's
+    return isinstance(error, final) or is_malformed or is_denied(error)
 
 
 def is_denied(error: BaseException) -> bool:
-    return isinstance(error, PermissionError) or type(error).__name__ in WITHOUT_CREDENTIALS
+    error = find_cause(error)
+    is_known = isinstance(error, PermissionError) or type(error).__name__ in WITHOUT_CREDENTIALS
+    return is_known or find_status(error) in (401, 403)
+
+
+def find_cause(error: BaseException) -> BaseException:
+    """The error of the request itself: fsspec and the hub's client may raise FileNotFoundError for any error."""
+    while isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def find_status(error: BaseException) -> int | None:
+    """The HTTP status in an error of huggingface_hub, openai, botocore or aiohttp; None in others."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return getattr(response, "status_code", None) or getattr(error, "status", None)
+
+
+def make_error(error: BaseException, message: str, *, had_access: bool = False) -> RunError:
+    """The error to raise for one of a store's or server's library: bad input if it is final, else an I/O error. So is
+    denied access for who `had_access` before: credentials expire."""
+    is_mistake = is_final(error) and not (had_access and is_denied(error))
+    return RunError(ExitCode.BAD_INPUT if is_mistake else ExitCode.IO, hide_secrets(message))
 
 
 def retry_transfer(attempt: Callable[[], Result], what: str, waits: Sequence[float] | None = None) -> Result:
-    """`retry`; ValueError that begins with `what` if it keeps failing."""
+    """`retry`; RunError that begins with `what` if it keeps failing (see `make_error`)."""
     try:
         return retry(attempt, SECONDS_TO_WAIT if waits is None else waits)
     except Exception as error:
         reason = str(error) if isinstance(error, BrokenTransfer) else f"{type(error).__name__}: {error}"
-        raise ValueError(hide_secrets(f"{what}: {reason}")) from error
+        raise make_error(error, f"{what}: {reason}", had_access=True) from error
 
 
 @functools.cache
@@ -123,13 +148,13 @@ class RemoteFile:
         return RemoteReader(self)
 
     def check_unchanged(self) -> None:
-        """ValueError if the store has another file there by now."""
-        if describe_remote(self.url) != self:
+        """ValueError if the store has another file there by now; RunError if it cannot say."""
+        if retry_transfer(lambda: describe_remote(self.url), f"{self.url}: cannot be looked up again", ()) != self:
             raise ValueError(f"{self.url}: changed while it was read")
 
 
 class RemoteReader(AbstractBufferedFile):
-    """The bytes of a remote file, by requests that are made again if they fail. ValueError if one keeps failing, or the
+    """The bytes of a remote file, by requests that are made again if they fail. RunError if one keeps failing, or the
     file ends before the length that the store has said.
     """
 
@@ -191,7 +216,7 @@ def look_up_remote(url: str) -> RemoteFile | None:
 
 @contextmanager
 def refused_if_unreachable(url: str, *, flag: str) -> Iterator[None]:
-    """Raises ValueError naming the URL if it is faulty, or its store cannot be asked."""
+    """Raises ValueError naming the URL if it is faulty, or its store cannot be asked (see `make_error`)."""
     if faults := urls.find_url_faults(url, flag=flag):
         raise ValueError("\n".join(faults))
     require(urls.PACKAGES[urls.split_scheme(url)[0]], flag=f"{flag} {url}:")
@@ -200,18 +225,14 @@ def refused_if_unreachable(url: str, *, flag: str) -> Iterator[None]:
     except ValueError:
         raise
     except Exception as error:  # each store's library has its own
-        cause = error.__cause__
-        if isinstance(cause, urls.RefusedRedirect):
-            why = str(cause)
-        elif isinstance(error, FileNotFoundError):  # also if a web server does not answer
-            why = "no such file" + ("" if cause is None else f", or it cannot be reached: {cause}")
-        else:
-            why = f"cannot be read: {type(error).__name__}: {error}"
-        raise ValueError(hide_secrets(f"{flag} {url}: {why}")) from None
+        cause = find_cause(error)
+        is_missing = isinstance(cause, FileNotFoundError) or find_status(cause) == 404
+        why = "no such file" if is_missing else f"cannot be read: {type(cause).__name__}: {cause}"
+        raise make_error(error, f"{flag} {url}: {why}") from None
 
 
 def upload_file(source: Path, url: str, waits: Sequence[float] | None = None) -> None:
-    """Copies a file to a store; ValueError if that keeps failing. `waits`: seconds before each new attempt."""
+    """Copies a file to a store; RunError if that keeps failing. `waits`: seconds before each new attempt."""
     filesystem, path = open_filesystem(url)
     size = source.stat().st_size
 
@@ -265,10 +286,10 @@ def upload_directory(source: Path, url: str, *, last: Sequence[str] = (), waits:
 
 
 def check_writable(folder: str) -> None:
-    """ValueError if nothing can be written below a URL: no such bucket, no credentials, no permission."""
+    """ValueError if nothing can be written below a URL: no such bucket, no credentials or permission, an outage."""
     is_hub = urls.split_scheme(folder)[0] == "hf"
     try:
-        filesystem, path = open_filesystem(f"{folder.rstrip('/')}/{PROBE}")
+        filesystem, path = open_filesystem(f"{folder.rstrip('/')}/.mini_trainer")  # an empty file, to try
         if is_hub:  # anything written is a commit
             filesystem.resolve_path(path)
             return
@@ -280,8 +301,8 @@ def check_writable(folder: str) -> None:
         raise ValueError(f"the store has no such {what}: create it first ({error})") from error
     except Exception as error:  # each store's library has its own
         advice = ": set the credentials in the environment (docs/reference/data.md)" if is_denied(error) else ""
-        reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
-        raise ValueError(hide_secrets(f"cannot be written: {reason}{advice}")) from error
+        message = f"cannot be written: {type(error).__name__}: {str(error).rstrip('.')}{advice}"
+        raise make_error(error, message, had_access=True) from error
 
 
 def describe_upload(directory: Path, url: str) -> str:

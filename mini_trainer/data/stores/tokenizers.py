@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.distributed.messages import one_line
+from mini_trainer.options.reading import read_document, read_text
 
 # Whitespace runs, digits, case, composed and decomposed accents, scripts, an emoji of several code points, a
 # byte-order mark, code: pre-tokenizers and normalizers with the same vocabulary differ on these.
@@ -72,7 +73,7 @@ def read_processors_template(model_dir: Path) -> str | None:
     """The chat template in a file of a multi-modal model's processor, for tokenizers without one."""
     for name in ("chat_template.json", "processor_config.json"):
         try:
-            template = json.loads((model_dir / name).read_text(encoding="utf-8")).get("chat_template")
+            template = read_document(model_dir / name).get("chat_template")
         except (OSError, ValueError, AttributeError, RecursionError):
             continue
         if isinstance(template, str):
@@ -140,7 +141,7 @@ def change_tokenizer(tokenizer: Any, *, template: str | None, special_tokens: Se
     named = NAMED_TEMPLATES.get(template, NamedTemplate(""))
     if template is not None and template not in NAMED_TEMPLATES:
         try:
-            named = NamedTemplate(Path(template).read_text(encoding="utf-8"))
+            named = NamedTemplate(read_text(Path(template)))
         except (OSError, UnicodeDecodeError) as error:
             names = ", ".join(NAMED_TEMPLATES)
             raise ValueError(f"--chat-template {template}: allowed: {names}, or a Jinja file ({error})") from None

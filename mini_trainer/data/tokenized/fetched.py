@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from mini_trainer.data.stores import disk
 from mini_trainer.data.stores.disk import SPARE_BYTES, hash_json, sync_file, written_aside
+from mini_trainer.data.stores.made import MADE, is_as_made, record_made
 from mini_trainer.data.stores.remote import (
     FETCHED_BYTES,
     RemoteFile,
@@ -29,6 +30,8 @@ from mini_trainer.data.tokenized.sidecar import KEY_LENGTH
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0
 from mini_trainer.options import flag_name
+from mini_trainer.options.places import expand
+from mini_trainer.options.reading import open_own
 from mini_trainer.options.urls import is_url
 
 SECONDS_BETWEEN_LINES = 20.0  # about how much of a long download is done
@@ -58,7 +61,7 @@ class RemoteSet:
 
     def place_in(self, cache_dir: str) -> Path:
         """The copy's path, existing or not."""
-        return Path(cache_dir).expanduser() / FOLDER / self.key / self.name
+        return expand(cache_dir) / FOLDER / self.key / self.name
 
 
 Found = dict[str, RemoteSet]  # by URL
@@ -149,7 +152,7 @@ def fetch_set(found: RemoteSet, cache_dir: str) -> None:
     folder = data.parent
     folder.parent.mkdir(parents=True, exist_ok=True)
     with disk.locked(folder.with_name(f".{folder.name}.lock")):
-        if folder.exists():
+        if is_as_made(folder / MADE, found.key):
             return log.info(f"data: {found.url} is already here, {data}")
         free = shutil.disk_usage(folder.parent).free
         if free < found.num_bytes + SPARE_BYTES:
@@ -169,12 +172,13 @@ def fetch_set(found: RemoteSet, cache_dir: str) -> None:
                     " replaced: write the data set again"
                 )
             (aside / SOURCE_FILE).write_text(json.dumps({"url": found.url}) + "\n")
+            record_made(aside / MADE, found.key, [aside / name for name in (SOURCE_FILE, *found.files)])
 
 
 def download(remote: RemoteFile, target: Path) -> str:
     """Copies a file; returns its SHA-256. ValueError if it ends early or changes meanwhile."""
     digest, stream, said = hashlib.sha256(), remote.open(), time.monotonic()
-    with open(target, "wb") as file:
+    with open_own(target, "wb") as file:
         while block := stream.read(FETCHED_BYTES):
             digest.update(block)
             file.write(block)

@@ -1,15 +1,16 @@
 """The index of a data set: all facts about its rows except their tokens, in a mapped file next to a large data set.
 
-    {data set}.index    a line of JSON, then from the next multiple of 4,096 on: lengths (rows,) int32,
-                        num_loss_counted_tokens (rows,) int32, first row of each record batch (batches + 1,) int64,
-                        and where rows have several sequences the first of each row (rows + 1,) int64, and the length of
-                        each sequence (sequences,) int32
+    {data set}.index    a line of JSON, with a hash of all the rest, then from the next multiple of 4,096 on: lengths
+                        (rows,) int32, num_loss_counted_tokens (rows,) int32, first row of each record batch
+                        (batches + 1,) int64, and where rows have several sequences the first of each row (rows + 1,)
+                        int64, and the length of each sequence (sequences,) int32
 
 All processes of a machine that map it share its pages. It is made from the data set, by the first process that opens it
 without one, and again if a file of the data set has another size or time of change.
 """
 
 import contextlib
+import hashlib
 import io
 import itertools
 import json
@@ -18,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,15 +29,14 @@ import pyarrow as pa
 
 from mini_trainer.data.columns.base import LENGTHS_COLUMN
 from mini_trainer.data.stores.disk import locked, written_aside
+from mini_trainer.options.reading import map_file, open_own
 
-VERSION = 2
+VERSION = 3
 KEPT_FROM = 1 << 22  # rows from which the index is kept in a file; for fewer it is made quickly
 PAGE = 4096
+KEY, HASHED_BYTES = "sha256", 1 << 24  # the hash in the first line, and bytes hashed at once
 BATCHES_BETWEEN_RELEASES = 1024
 SPOOLED_BYTES = 1 << 25  # of a column, held in memory while the index is written
-INDEXED = ("len", "num_loss_counted_tokens")  # columns
-
-CountPatches = Callable[[int, int], tuple[int, int]]  # height, width -> tiles, and patches in each
 
 
 class ArrowFile:
@@ -45,8 +45,7 @@ class ArrowFile:
     def __init__(self, path: Path):
         self.path, stat = path, path.stat()
         self.identity = [stat.st_size, stat.st_mtime_ns]
-        with open(path, "rb") as file:
-            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.map = map_file(path)
         buffer = pa.py_buffer(self.map)
         if self.map[:6] == b"ARROW1":
             reader = pa.ipc.open_file(buffer)
@@ -80,9 +79,10 @@ class Index:
     map: mmap.mmap | None = None  # of the arrays, if they are in a file
 
 
-def open_index(path: Path, files: Sequence[ArrowFile]) -> Index:
-    """The index of the data set at `path`, whose rows are in `files`: its file's, which is made if it does not fit."""
-    target, identity = path.with_name(f"{path.name}.index"), [VERSION, *(file.identity for file in files)]
+def open_index(path: Path, files: Sequence[ArrowFile], *, sha256: str | None) -> Index:
+    """The index of the data set at `path`, whose rows are in `files`: its file's, which is made if it does not fit.
+    `sha256`: the data set's, as its sidecar records it."""
+    target, identity = path.with_name(f"{path.name}.index"), [VERSION, sha256, *(file.identity for file in files)]
     if (index := read_index(target, identity)) is not None:
         return index
     if guess_rows(files) < KEPT_FROM:
@@ -93,7 +93,7 @@ def open_index(path: Path, files: Sequence[ArrowFile]) -> Index:
         if (index := read_index(target, identity)) is not None:  # another process has made it meanwhile
             return index
         try:
-            with written_aside(target) as (aside,), open(aside, "wb") as file:
+            with written_aside(target) as (aside,), open_own(aside, "wb") as file:
                 write_index(file, files, identity)
             return read_index(target, identity)
         except OSError:  # nobody may write there: a file of this process, which has no name
@@ -102,10 +102,10 @@ def open_index(path: Path, files: Sequence[ArrowFile]) -> Index:
                 return parse_index(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), identity)
 
 
-def keep_index(path: Path) -> None:
+def keep_index(path: Path, *, sha256: str | None) -> None:
     """Makes the index of a large data set that was just written, so that training need not."""
     if path.suffix == ".arrow" and guess_rows([file := ArrowFile(path)]) >= KEPT_FROM:
-        open_index(path, [file])
+        open_index(path, [file], sha256=sha256)
 
 
 def guess_rows(files: Sequence[ArrowFile]) -> int:
@@ -127,7 +127,7 @@ def write_index(file: BinaryIO, files: Sequence[ArrowFile], identity: list[Any])
                 num_nulls[name] += column.null_count
                 if pa.types.is_list(column.type) and column.values.null_count:
                     null_within.add(name)
-            for name, part in zip(INDEXED, (lengths, counts), strict=True):
+            for name, part in (("len", lengths), ("num_loss_counted_tokens", counts)):
                 part.write(read_numbers(batch, name).tobytes())
             if has_sequences and batch.num_rows:
                 offsets, values = list_views(batch.column(LENGTHS_COLUMN))
@@ -137,13 +137,22 @@ def write_index(file: BinaryIO, files: Sequence[ArrowFile], identity: list[Any])
         facts = {"identity": identity, "num_rows": first_rows[-1], "num_batches": len(first_rows) - 1}
         facts |= {"num_nulls": num_nulls, "null_within": sorted(null_within)}
         facts["num_sequences"] = num_sequences if has_sequences else None
-        header = json.dumps(facts).encode() + b"\n"
-        file.write(header + bytes(-len(header) % PAGE))
         batches = io.BytesIO(np.array(first_rows, np.int64).tobytes())
-        for part in (lengths, counts, batches, first_sequences, sequence_lengths):
+        parts, digest = (lengths, counts, batches, first_sequences, sequence_lengths), begin_digest(facts)
+        for part in parts:
             part.seek(0)
-            shutil.copyfileobj(part, file, 1 << 24)
+            while block := part.read(HASHED_BYTES):
+                digest.update(block)
+            part.seek(0)
+        header = json.dumps(facts | {KEY: digest.hexdigest()}).encode() + b"\n"
+        file.write(header + bytes(-len(header) % PAGE))
+        for part in parts:
+            shutil.copyfileobj(part, file, HASHED_BYTES)
         file.flush()
+
+
+def begin_digest(facts: dict[str, Any]) -> "hashlib._Hash":
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
 
 
 def iterate_batches(file: ArrowFile) -> Iterator[pa.RecordBatch]:
@@ -181,8 +190,7 @@ def read_numbers(batch: pa.RecordBatch, name: str) -> np.ndarray:  # (rows,) int
 def read_index(path: Path, identity: list[Any]) -> Index | None:
     """The index in a file; None if there is none, or one of other files."""
     try:
-        with open(path, "rb") as file:
-            return parse_index(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), identity)
+        return parse_index(map_file(path, follows=False), identity)
     except (OSError, ValueError, KeyError, TypeError):  # also an empty file, and JSON that is none
         return None
 
@@ -201,6 +209,11 @@ def parse_index(content: bytes | mmap.mmap, identity: list[Any]) -> Index:
         end += np.dtype(dtype).itemsize * size
     if facts["identity"] != identity or len(content) != end:
         raise ValueError(f"an index of {facts['identity']} with {len(content)} bytes, not of {identity}, {end}")
+    sha256, digest = facts.pop(KEY), begin_digest(facts)
+    for start in range(places[0], end, HASHED_BYTES):
+        digest.update(content[start : start + HASHED_BYTES])
+    if digest.hexdigest() != sha256:
+        raise ValueError("damaged")
     arrays = [np.frombuffer(content, *kind, place) for kind, place in zip(sizes, places, strict=True)]
     return Index(
         lengths=arrays[0],
@@ -212,46 +225,3 @@ def parse_index(content: bytes | mmap.mmap, identity: list[Any]) -> Index:
         sequence_lengths=None if num_sequences is None else arrays[4],
         map=content if isinstance(content, mmap.mmap) else None,
     )
-
-
-@dataclass(frozen=True)
-class ImageSizes:
-    """The images of all rows, concatenated."""
-
-    row_of: np.ndarray  # (images,) int64
-    sizes: np.ndarray  # (images, 2) int32: height and width
-    num_tokens: np.ndarray  # (rows,) int32: tokens of the language model for all images of a row
-
-
-def read_image_sizes(batches: Sequence[pa.RecordBatch]) -> ImageSizes:
-    views = [list_views(batch.column("image_sizes")) for batch in batches]
-    counts = np.concatenate([np.diff(offsets) for offsets, _ in views]) // 2
-    numbers = np.concatenate([values[offsets[0] : offsets[-1]] for offsets, values in views])
-    row_of = np.repeat(np.arange(len(counts)), counts)
-    num_tokens = np.concatenate([read_numbers(batch, "num_image_tokens") for batch in batches])
-    return ImageSizes(row_of, numbers.reshape(-1, 2), num_tokens)
-
-
-@dataclass(frozen=True)
-class SampleImages:
-    """The load of each row's images on the vision tower."""
-
-    tokens: np.ndarray  # (rows,) tokens of the language model
-    patches: np.ndarray  # (rows,) int64, patches that enter the tower
-    pairs: np.ndarray  # (rows,) float64, pairs of patches within a tile
-    costs: np.ndarray  # (rows,) float64, in the packer's unit; 0 until the model is known
-    cap: int | None  # most patches of a micro-batch
-
-    def of(self, rows: np.ndarray) -> "SampleImages":
-        return SampleImages(self.tokens[rows], self.patches[rows], self.pairs[rows], self.costs[rows], self.cap)
-
-
-def count_row_images(images: ImageSizes, count_patches: CountPatches) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, patches and pairs of patches of each row; `count_patches` is called once per image size."""
-    num_rows = len(images.num_tokens)
-    sizes, size_of = np.unique(images.sizes, axis=0, return_inverse=True)
-    found = np.array([count_patches(*size) for size in sizes.tolist()], dtype=np.int64).reshape(-1, 2)
-    tiles, in_tile = found[size_of.reshape(-1)].T
-    patches = np.bincount(images.row_of, tiles * in_tile, minlength=num_rows).astype(np.int64)
-    pairs = np.bincount(images.row_of, tiles * in_tile**2, minlength=num_rows)
-    return images.num_tokens, patches, pairs

@@ -6,16 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from mini_trainer.batch_packer import SampleLoad
-from mini_trainer.data.columns.base import IGNORED, DataTask, Sample, describe_task
+from mini_trainer.data.columns.base import IGNORED, Sample, describe_task
 from mini_trainer.data.tokenized import by_row
-from mini_trainer.data.tokenized.index import SampleImages
 from mini_trainer.data.tokenized.reader import Sequences, TokenizedData
 from mini_trainer.options.doors import WEIGHED_BY
+
+if TYPE_CHECKING:
+    from mini_trainer.data.tokenized.image_sizes import SampleImages
 
 
 class ByRow(Protocol):
@@ -38,7 +40,14 @@ class Mixture:
         twice, or sets for different tasks.
         """
         self.sources = list(sources)
-        self.task = find_common_task(self.sources)
+        self.task = sources[0].task
+        for source in sources:
+            if source.task != self.task:
+                raise ValueError(
+                    f"{sources[0].path} is for {describe_task(self.task)}, but {source.path} for"
+                    f" {describe_task(source.task)}: data sets of one run must have the same labels in the same order;"
+                    " tokenize one of them again with --labels-from the other"
+                )
         self.names = name_sources([source.path for source in sources])
         assert by in WEIGHED_BY, by
         self.weights, self.by = weights, by
@@ -47,7 +56,7 @@ class Mixture:
         self.sizes = self.lengths
         self.has_sequences = sources[0].sequences is not None  # as all have, which are for one task
         self.num_loss_tokens = by_row.join_values([source.num_loss_tokens for source in sources])
-        self.images: SampleImages | None = None  # set by run.images.count_set_images
+        self.images: SampleImages | None = None  # set by run.start.count_set_images
         self.seen: Mixture | None = None  # the rows that a teacher reads beside these; set by `pair`
         self.computed: dict[str, ByRow] = {}  # columns that the data sets do not have; set by `add_column`
         self._find_kept()
@@ -222,19 +231,6 @@ class Mixture:
             + (f" and {len(found) - most} more" if len(found) > most else "")
             for path, found in numbers.items()
         )
-
-
-def find_common_task(sources: Sequence[TokenizedData]) -> DataTask:
-    """The task of all sets. ValueError if tasks differ, or labels are numbered differently."""
-    first = sources[0]
-    for source in sources[1:]:
-        if source.task != first.task:
-            raise ValueError(
-                f"{first.path} is for {describe_task(first.task)}, but {source.path} for {describe_task(source.task)}:"
-                " data sets of one run must have the same labels in the same order; tokenize one of them"
-                " again with --labels-from the other"
-            )
-    return first.task
 
 
 def name_sources(paths: Sequence[Path]) -> list[str]:

@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,19 +15,22 @@ import pyarrow.json
 from mini_trainer.data.columns.base import COLUMNS, LENGTHS_COLUMN, Columns, RowFacts, Sample, check_sample, read_task
 from mini_trainer.data.columns.token_columns import IMAGES_COLUMN
 from mini_trainer.data.stores.contents import Tell, check_recorded, warn_of_edited
-from mini_trainer.data.stores.disk import list_wrong, read_fields, read_object
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from mini_trainer.data.tokenized.index import (
     ArrowFile,
-    ImageSizes,
     Index,
     iterate_batches,
     list_views,
     open_index,
-    read_image_sizes,
 )
 from mini_trainer.distributed.ending import log
+from mini_trainer.options.data import DATA_CACHE_DIR
+from mini_trainer.options.places import expand
+from mini_trainer.options.reading import list_wrong, read_fields, read_object
 from mini_trainer.options.urls import is_url
+
+if TYPE_CHECKING:
+    from mini_trainer.data.tokenized.image_sizes import ImageSizes
 
 # Columns that are read from data sets of every kind.
 COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
@@ -48,8 +51,8 @@ SIDECAR_TYPES = {"format_version": int, "num_samples": int, "tokenizer_fingerpri
 class TokenizedData:
     """A tokenized data set, memory-mapped: of a large one no array of all rows is held (`data.tokenized.index`)."""
 
-    def __init__(self, path: str | Path, *, option: str = "--data-path"):
-        """`option`: the path's option, shown in messages."""
+    def __init__(self, path: str | Path, *, option: str = "--data-path", cache_dir: str = DATA_CACHE_DIR):
+        """`option`: the path's option, shown in messages; `cache_dir`: for an Arrow copy of JSON lines or Parquet."""
         if is_url(str(path)):
             raise ValueError(f"{option} {path}: must be a local path here: copy the data set, with its .meta.json")
         self.path = Path(path)
@@ -63,7 +66,9 @@ class TokenizedData:
                     f"{path}: {size:,} bytes, but {path}.meta.json says {said:,}: it was changed later, or copied only"
                     " in part; copy both again, or tokenize the data again with process_data.py"
                 )
-        self._files, index = open_files(self.path, self.kind, option=option)
+        self._files, index = open_files(
+            self.path, self.kind, option=option, recorded=find_recorded_file(recorded), cache_dir=cache_dir
+        )
         self._maps = [file.map for file in self._files] + ([] if index.map is None else [index.map])
         self.lengths = index.lengths
         self.sizes = self.lengths  # tokens of each row in a micro-batch, with those that a teacher reads beside it
@@ -81,6 +86,8 @@ class TokenizedData:
         has_images, has_sequences = IMAGES_COLUMN in self.kind.optional, LENGTHS_COLUMN in self.kind.schema.names
         self.image_sizes: ImageSizes | None = None
         if has_images:
+            from mini_trainer.data.tokenized.image_sizes import read_image_sizes
+
             self.image_sizes = read_image_sizes([batch for file in self._files for batch in iterate_batches(file)])
         self.sequences = RowSequences(index.first_sequences, index.sequence_lengths) if has_sequences else None
         if self.lengths.min() < 1:
@@ -246,7 +253,9 @@ class RowSequences:
         return int(self.lengths[self.firsts[rows.start] : self.firsts[rows.stop]].max(initial=0))
 
 
-def open_files(path: Path, kind: Columns, *, option: str) -> tuple[list[ArrowFile], Index]:
+def open_files(
+    path: Path, kind: Columns, *, option: str, recorded: dict[str, Any], cache_dir: str
+) -> tuple[list[ArrowFile], Index]:
     """The files of a data set and their index; .parquet and .jsonl are first converted to Arrow, once. Messages begin
     with the `option` and the path.
     """
@@ -260,13 +269,13 @@ def open_files(path: Path, kind: Columns, *, option: str) -> tuple[list[ArrowFil
             raise ValueError(f"{named}: holds no samples")
         paths = [path]
         if path.suffix != ".arrow":
-            from mini_trainer.data.tokenized.outputs import convert_to_arrow
+            from mini_trainer.data.tokenized.converted import convert_to_arrow
 
-            paths = convert_to_arrow(path, kind)
+            paths = [convert_to_arrow(path, kind, cache_dir=expand(cache_dir))]
         files = list(map(ArrowFile, paths))
         schema = pa.concat_tables([pa.Table.from_batches([], schema=file.schema) for file in files]).schema
         check_names(schema, kind, named=named, advice=advice)
-        index = open_index(path, files)
+        index = open_index(path, files, sha256=recorded.get("sha256"))
     except FileNotFoundError:
         raise ValueError(f"{named}: there is no such file") from None
     except (OSError, pa.ArrowException) as error:
@@ -357,6 +366,5 @@ def name_source(path: str) -> str:
     folder = Path(path).parent
     if folder.parent.name != FOLDER or not (folder / SOURCE_FILE).is_file():
         return path
-    return read_fields(folder / SOURCE_FILE, {"url": str}, written_by="mini-trainer", advice=f"; remove {folder}")[
-        "url"
-    ]
+    found = read_fields(folder / SOURCE_FILE, {"url": str}, written_by="mini-trainer", advice=f"; remove {folder}")
+    return found["url"]

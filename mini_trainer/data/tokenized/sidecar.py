@@ -22,7 +22,7 @@ from mini_trainer.data.rows.labelled import CLASSIFICATION
 from mini_trainer.data.rows.report import DROPPED, Totals
 from mini_trainer.data.stores import disk
 from mini_trainer.data.stores.contents import hash_once
-from mini_trainer.data.stores.disk import hash_file, hash_json, read_object
+from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.stores.tokenizers import (
     fingerprint_chat_template,
     fingerprint_tokenizer,
@@ -33,6 +33,7 @@ from mini_trainer.data.tokenized.outputs import Outputs
 from mini_trainer.data.tokenized.reader import FORMAT_VERSION
 from mini_trainer.distributed.messages import hide_in
 from mini_trainer.options import RowOptions
+from mini_trainer.options.reading import hash_file, read_object
 from mini_trainer.options.tools import ContentOptions, ProcessDataOptions
 from mini_trainer.options.urls import is_url
 
@@ -62,7 +63,7 @@ def describe_data_set(
         "num_trained_by_role": dict(sorted(totals.trained_by_role.items())),
         "max_len": max(totals.lengths),
         "rows": {key: totals.rows[key] for key in row_keys},
-        "sources": [{"file": one.name, "format": one.format, "sha256": one.sha256} for one in sources],
+        "sources": [{"file": one.name, "format": one.format, "sha256": one.sha256} | find_mark(one) for one in sources],
         "options": hide_in(describe_options(options)),
         "versions": describe_versions(),
         "has_loss_weights": totals.has_weights,
@@ -73,8 +74,8 @@ def describe_data_set(
 
 
 def is_made_of(path: Path, sources: Sequence[Source], options: ProcessDataOptions, *, tokenizer: Any) -> bool:
-    """Whether a sidecar describes the result of these local files with these options; reads the files for their hashes.
-    Also False if it cannot show that: with options that it does not record, and for remote files.
+    """Whether a sidecar describes the result of these files with these options; reads local files for their hashes.
+    Also False if it cannot show that: with options that it does not record, and remote files without a version.
     """
     try:
         sidecar = read_object(path)
@@ -90,22 +91,33 @@ def is_made_of(path: Path, sources: Sequence[Source], options: ProcessDataOption
         "options": hide_in(recorded),
         "versions": describe_versions(),
     }
+    entries = sidecar.get("sources", [])
     return (
-        all(source.is_local for source in sources)
+        len(entries) == len(sources)
+        and all(source.read is None for source in sources)
         and all(given[name] == defaults[name] for name in unrecorded)
         and all(sidecar.get(name) == value for name, value in found.items())
-        and [(entry.get("file"), entry.get("sha256")) for entry in sidecar.get("sources", [])]
-        == [(source.name, hash_once(source.path)) for source in sources]
+        and all(is_source(entry, source) for entry, source in zip(entries, sources, strict=True))
     )
+
+
+def find_mark(source: Source) -> dict[str, Any]:
+    """Size and version of a remote file, as its store describes it; empty for a local one."""
+    return {} if source.remote is None else {"size": source.num_bytes, "version": source.remote.version}
+
+
+def is_source(entry: dict[str, Any], source: Source) -> bool:
+    """Whether a sidecar's entry describes this file as it is now."""
+    found = {"file": source.name} | (find_mark(source) or {"sha256": hash_once(source.path)})
+    return found.items() <= entry.items() and None not in found.values()
 
 
 def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
     """The options that the data depends on; files and directories by their names only."""
     model, of_labels = Path(options.model_name_or_path), {}
     if options.rows.format == CLASSIFICATION:
-        labels_from = None if options.rows.labels_from is None else Path(options.rows.labels_from).name
         of_labels = {name: getattr(options.rows, name) for name in ("truncate", "label_separator")}
-        of_labels["labels_from"] = labels_from
+        of_labels["labels_from"] = None if options.rows.labels_from is None else Path(options.rows.labels_from).name
     return {
         "model_name_or_path": model.resolve().name if model.is_dir() else options.model_name_or_path,
         "format": options.rows.format,
@@ -155,7 +167,7 @@ def find_outputs(options: RowOptions, model_dir: str, *, cache_dir: Path, trust_
             "versions": [FORMAT_VERSION, describe_versions()],
         }
     )
-    data = cache_dir.expanduser() / key[:KEY_LENGTH] / f"{name_rows(options)}.arrow"
+    data = cache_dir / key[:KEY_LENGTH] / f"{name_rows(options)}.arrow"
     return Outputs(data, page=None, is_split=options.validation_share is not None)
 
 

@@ -20,10 +20,8 @@ def are_usable(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     try:
-        from mini_trainer.distributed.compilation import choose_cache_dir
         from mini_trainer.model.kernels.trial import run_trial
 
-        choose_cache_dir()
         run_trial(device)
     except Exception as error:  # of the compiler, the driver or the file system
         reason = next(iter(str(error).splitlines()), "")
@@ -49,7 +47,7 @@ def find_any(obstacle: str | None, world: World) -> str | None:
 
 def check_with_kernels(model: PackedModel, objective: Objective, *, world: World) -> None:
     """The start-up check, and the kernels' gradients; where only these fail, training continues without kernels."""
-    from mini_trainer.model.kernels.gradients import find_fault
+    from mini_trainer.model.kernels.layers import find_fault
 
     try:
         if fault := find_any(find_fault(model.kernels, world.device, model.compute_dtype), world):

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from mini_trainer.data.stores.contents import Tell, verify_model
-from mini_trainer.data.stores.disk import hash_file, read_object
 from mini_trainer.data.stores.json_lines import refuse_repeated_keys
 from mini_trainer.data.stores.model_files import GENERATION, check_values
 from mini_trainer.distributed.ending import log
@@ -31,6 +30,7 @@ from mini_trainer.model.stored_tensors import Reader, check_finite, read_tensor
 from mini_trainer.model.weights import grow_rows
 from mini_trainer.options.learning import MOST_RANK
 from mini_trainer.options.problems.finding import require
+from mini_trainer.options.reading import hash_file, open_tensors, read_object, read_text
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -173,7 +173,7 @@ def is_alpha(value: Any) -> bool:
 def read_shapes(directory: Path) -> dict[str, list[int]]:
     """The shapes of an adapter's tensors by name; empty if they cannot be read, which their reader says."""
     try:
-        with safe_open(directory / ADAPTER_WEIGHTS, framework="numpy") as file:
+        with open_tensors(directory / ADAPTER_WEIGHTS, "numpy") as file:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
         return {}
@@ -181,7 +181,7 @@ def read_shapes(directory: Path) -> dict[str, list[int]]:
 
 def read_settings(directory: Path, *, flag: str) -> dict[str, Any]:
     try:
-        text = (directory / ADAPTER_CONFIG).read_text(encoding="utf-8")
+        text = read_text(directory / ADAPTER_CONFIG)
         settings = json.loads(text, object_pairs_hook=refuse_repeated_keys)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{flag} {directory}: {ADAPTER_CONFIG} cannot be used: {error}") from None
@@ -248,14 +248,7 @@ def find_base(adapter: Path, *, flag: str) -> tuple[str, str | None]:
     name = known.get("base_model_name_or_path")
     if not name:
         raise ValueError(f"{flag} {adapter}: the adapter does not name its base model: give both")
-    is_directory = Path(name).is_dir()
-    return name, None if is_directory else known.get("revision")
-
-
-def check_adapter(adapter: Path, *, flag: str) -> None:
-    """ValueError, naming `flag`, for an adapter that peft cannot run, or not as it was trained."""
-    check_readable(adapter, flag=flag)
-    check_settings(adapter, flag=flag, runner="peft")
+    return name, None if Path(name).is_dir() else known.get("revision")
 
 
 def check_readable(adapter: Path, *, flag: str) -> None:
@@ -294,7 +287,7 @@ def add_adapter(model: PreTrainedModel, directory: Path) -> "PeftModel":
         except UserWarning as error:
             raise ValueError(f"tensors are missing in {ADAPTER_WEIGHTS}: {error}") from None
     known = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys() | adapted.state_dict().keys()
-    with safe_open(directory / ADAPTER_WEIGHTS, framework="pt") as file:
+    with open_tensors(directory / ADAPTER_WEIGHTS) as file:
         unknown = sorted(set(file.keys()) - known)
     if unknown:
         raise ValueError(f"{ADAPTER_WEIGHTS} has {len(unknown)} unexpected tensors, such as {unknown[0]}")
@@ -335,7 +328,7 @@ def read_adapter(
     """
     path, model = directory / ADAPTER_WEIGHTS, meta.model
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path) as file:
             stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ValueError(f"adapter {path}: cannot be read: {error}") from None

@@ -8,22 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from mini_trainer.data.stores.disk import hash_file, written_aside
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.devices import GIB, available_memory, memory_limit, resident_memory
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.model.hashed_tensors import open_hashed, read_hashed, write_hashed
 from mini_trainer.model.method import MetaModel
 from mini_trainer.model.methods import osft_subspaces
 from mini_trainer.model.weights import Reader, find_types
@@ -31,7 +29,8 @@ from mini_trainer.objectives.families.family import Family, Row
 from mini_trainer.objectives.families.text_tower import count_logits, find_blocks
 from mini_trainer.objectives.objective import PackedModel, Unlabeled
 from mini_trainer.options import DataOptions, OSFTOptions
-from mini_trainer.options.reading import check_regular
+from mini_trainer.options.places import expand
+from mini_trainer.options.reading import hash_file
 from mini_trainer.sampler import Batch, iterate_batches
 
 NUM_CALIBRATION_SAMPLES = 512  # maximum number drawn from the data, with the run's seed
@@ -78,35 +77,27 @@ def check_statistics(statistics: Statistics, targets: dict[str, nn.Linear | Conv
             )
 
 
-@contextmanager
-def open_statistics(path: Path) -> Iterator[tuple[safe_open, dict[str, Any]]]:
-    """Yields the open file and its contents other than covariances; ValueError, also in the block, if it is invalid."""
-    try:
-        check_regular(path)
-        with safe_open(path, "pt") as file:
-            yield file, osft_subspaces.read_about(file)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"--osft-statistics {path}: not a statistics file: {error!r}") from None
-
-
 def read_statistics(path: Path) -> Statistics:
-    with open_statistics(path) as (file, about):
-        return Statistics(osft_subspaces.load_hashed(file), about["inputs"], about["data_hashes"])
+    covariances, about = read_hashed(path, "inputs", "data_hashes", what=name_statistics(path))
+    return Statistics(covariances, about["inputs"], about["data_hashes"])
 
 
 def read_data_hashes(path: Path) -> list[str]:
     """Hashes of the data sets in the file; the large covariances are not read."""
-    with open_statistics(path) as (_, about):
+    with open_hashed(path, "data_hashes", what=name_statistics(path)) as (_, about):
         return about["data_hashes"]
+
+
+def name_statistics(path: Path) -> str:
+    return f"--osft-statistics {path}: not a statistics file"
 
 
 def write_statistics(statistics: Statistics, path: Path) -> None:
     about = dict(inputs=statistics.inputs, data_hashes=statistics.data_hashes)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(path) as (aside,):
-            osft_subspaces.save_hashed(statistics.covariances, aside, about)
-    except (OSError, SafetensorError) as error:
+        write_hashed(path, statistics.covariances, about)
+    except OSError as error:
         raise ValueError(f"--osft-statistics {path}: cannot be written: {error}") from None
 
 
@@ -379,7 +370,7 @@ class Directions:
             self.list_free_shapes(),
             get_matrix,
             dtype=dtype,
-            cache_dir=Path(self.options.osft_cache_dir).expanduser(),
+            cache_dir=expand(self.options.osft_cache_dir),
             world=world,
             progress=progress,
         )

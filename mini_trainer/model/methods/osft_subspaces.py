@@ -1,68 +1,32 @@
-"""OSFT's directions: the layers that have them, their computation, and a cache of the slow decompositions, whose
-safetensors files hold a hash of their tensors.
+"""OSFT's directions: the layers that have them, their computation, and a cache of the slow decompositions, whose names
+are hashes of the matrices.
 
 Letters as in osft.py: a weight is treated as a matrix A of L rows and s columns; k of the s directions are kept.
 """
 
 import hashlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from mini_trainer.data.stores.disk import hash_file, written_aside
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.blocks import find_linear_layers
+from mini_trainer.model.hashed_tensors import open_hashed, read_hashed, write_hashed
 from mini_trainer.model.precision import choose_types
-from mini_trainer.options.reading import check_regular
+from mini_trainer.options.reading import hash_file
 
-KEY, ABOUT = "sha256", "about"  # in the file's metadata: the hash alone, or JSON that holds it
-
-
-def save_hashed(tensors: dict[str, Tensor], path: Path, about: Mapping[str, Any] | None = None) -> None:
-    """Writes the tensors with their hash, as one entry: of several entries the order differs from file to file."""
-    hashed = {KEY: hash_tensors(tensors)}
-    save_file(tensors, path, metadata=hashed if about is None else {ABOUT: json.dumps({**about, **hashed})})
-
-
-def read_about(file: safe_open) -> dict[str, Any]:
-    """The open file's contents other than tensors."""
-    about = dict(json.loads(file.metadata()[ABOUT]))
-    about.pop(KEY, None)
-    return about
-
-
-def load_hashed(file: safe_open) -> dict[str, Tensor]:
-    """All tensors of the open file; ValueError if they have another hash."""
-    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    metadata = file.metadata() or {}
-    if hash_tensors(tensors) not in (metadata.get(KEY), json.loads(metadata.get(ABOUT, "{}")).get(KEY)):
-        raise ValueError("damaged: the hash of its tensors differs from the recorded one")
-    return tensors
-
-
-def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-CACHE_VERSION = 1  # version of the cached files' format
+CACHE_VERSION = 2  # version of the cached files' format
 # Eigenvalues of a Gram matrix below this share of the largest are recomputed separately: fp64 has 16 digits.
 RESOLVED = 1e-8
 
@@ -184,7 +148,9 @@ def prepare_subspaces(
             matrix = get_matrix(name)
             if not matrix.isfinite().all():
                 raise ValueError(f"{name}: not finite, so it has no singular vectors")
-            files[name] = cache_dir / f"{hash_matrix(matrix)}.safetensors"
+            digest = hashlib.sha256(f"{CACHE_VERSION} {tuple(matrix.shape)} {matrix.dtype}".encode())
+            digest.update(as_bytes(matrix).numpy())
+            files[name] = cache_dir / f"{digest.hexdigest()}.safetensors"
         unique = {file: name for name, file in files.items()}
         return [name for file, name in unique.items() if not file.exists()]
 
@@ -221,13 +187,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def hash_matrix(matrix: Tensor) -> str:
-    kind = f"{CACHE_VERSION} {tuple(matrix.shape)} {matrix.dtype}"
-    digest = hashlib.sha256(kind.encode())
-    digest.update(as_bytes(matrix).numpy())
-    return digest.hexdigest()
-
-
 def empty_subspace(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tensor]:
     """Empty tensors like those that `make_subspace` returns for a matrix of `shape` and `dtype`, in the same order."""
     num_rows, num_columns = shape
@@ -242,19 +201,16 @@ def empty_subspace(shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Tens
 def write_subspace(file: Path, subspace: dict[str, Tensor]) -> None:
     """Writes a cache file atomically, so that runs can share a cache."""
     try:
-        with written_aside(file) as (aside,):
-            save_hashed(subspace, aside)
-    except (OSError, SafetensorError) as error:
+        write_hashed(file, subspace, {"matrix": file.stem})
+    except OSError as error:
         raise ValueError(f"--osft-cache-dir: cannot write {file}: {error}") from None
 
 
 def read_subspace(file: Path) -> dict[str, Tensor]:
-    try:
-        check_regular(file)
-        with safe_open(file, "pt") as stored:
-            return load_hashed(stored)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--osft-cache-dir: cannot read {file}: {error}; remove it") from None
+    subspace, about = read_hashed(file, "matrix", what=f"--osft-cache-dir: remove {file}")
+    if about["matrix"] != file.stem:
+        raise ValueError(f"--osft-cache-dir: remove {file}: it is of another matrix, {about['matrix']}")
+    return subspace
 
 
 NEW = "new"  # --osft-bases of the first task
@@ -273,15 +229,9 @@ class Bases:
 @contextmanager
 def open_bases(path: Path) -> Iterator[tuple[safe_open, str]]:
     """Yields the open file and its `--osft-basis`; ValueError, also in the block, if it is not a file of bases."""
-    try:
-        check_regular(path)
-        with safe_open(path, "pt") as file:
-            yield file, json.loads(file.metadata()["about"])["basis"]
-    except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(
-            f"--osft-bases {path}: not a file of bases that OSFT has written: {error!r}; give {BASES_FILE} of an"
-            f" export, or {NEW!r} for the first task"
-        ) from None
+    what = f"--osft-bases {path}: not {BASES_FILE} of an export, which OSFT writes, nor {NEW!r} for the first task"
+    with open_hashed(path, "basis", what=what) as (file, about):
+        yield file, about["basis"]
 
 
 def hash_bases(path: Path) -> str:
@@ -341,7 +291,7 @@ def write_bases(bases: dict[str, Bases], path: Path, *, basis: str) -> None:
     tensors = {f"{name}.V_free": layer.V_free for name, layer in bases.items()}
     tensors |= {f"{name}.U_kept": layer.U_kept for name, layer in bases.items() if layer.U_kept is not None}
     path.parent.mkdir()
-    save_file(tensors, path, metadata={"about": json.dumps({"basis": basis})})
+    write_hashed(path, tensors, {"basis": basis})
 
 
 def restrict(matrix: Tensor, earlier: Bases, *, device: torch.device) -> Tensor:

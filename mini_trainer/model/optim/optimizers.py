@@ -221,7 +221,6 @@ def build_optimizer(model: nn.Module, options: OptimizationOptions, *, seed: int
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     assert all(isinstance(p, DTensor) for p in params.values()), "gathered: the optimizer would train dead copies"
-    chosen = open_optimizer(options)
     decayed, rates = find_decayed(model), choose_rates(model, options)
     groups: dict[tuple[bool, Rates], list[DTensor]] = {}
     for name, param in sorted(params.items(), key=lambda item: item[0] not in decayed):  # decayed ones first
@@ -229,7 +228,7 @@ def build_optimizer(model: nn.Module, options: OptimizationOptions, *, seed: int
     described = [
         {"params": members, "weight_decay": own.weight_decay, "rate": own.rate} for (_, own), members in groups.items()
     ]
-    return chosen.build(model, described, options, seed=seed)
+    return open_optimizer(options).build(model, described, options, seed=seed)
 
 
 def set_step(optimizer: Optimizer, *, step: int, learning_rate: float) -> None:

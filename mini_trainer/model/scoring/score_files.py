@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from mini_trainer.data.stores.contents import check_recorded, sign, warn_of_edited
-from mini_trainer.data.stores.disk import list_wrong, naming_failed_writes, read_fields, read_object, written_aside
+from mini_trainer.data.stores.disk import naming_failed_writes, write_text
 from mini_trainer.data.tokenized.by_row import RowNumbers, RunningSums
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.model.fingerprints import digest_data
 from mini_trainer.objectives.soft_targets import make_even_records, make_record_type
+from mini_trainer.options.reading import list_wrong, open_descriptor, open_own, open_regular, read_fields, read_object
 from mini_trainer.options.tools import MOST_TOP_K
 
 # Types of the sidecar's entries.
@@ -103,12 +104,11 @@ class ScoreWriter:
         start, num_records = self.trained.before(first), self.trained.before(end) - self.trained.before(first)
         assert len(records) == num_records, (len(records), num_records)
         if first == 0:
-            with written_aside(self.begun) as (aside,):
-                aside.write_text(json.dumps(asdict(self.identity)) + "\n")
+            write_text(self.begun, json.dumps(asdict(self.identity)) + "\n")
         needed_bytes = self.trained.total * self.item_size
         with (
             naming_failed_writes(self.path, parts=[self.part], needed_bytes=needed_bytes),
-            open(self.part, "r+b" if start else "wb") as file,
+            open_own(self.part, "r+b" if start else "wb") as file,
         ):
             if os.fstat(file.fileno()).st_size < start * self.item_size:  # the gap would be filled with zeros
                 raise ValueError(f"{self.part}: another process writes it, too: wait for that one to end")
@@ -122,8 +122,7 @@ class ScoreWriter:
         """Puts the complete file in its place; returns the sidecar."""
         found = asdict(self.identity) | {"teacher_name": self.teacher}
         found |= summarize_scores(self.part, self.identity.top_k)
-        with written_aside(self.sidecar) as (aside,):
-            aside.write_text(json.dumps(sign(found), indent=2) + "\n")
+        write_text(self.sidecar, json.dumps(sign(found), indent=2) + "\n")
         self.part.replace(self.path)
         self.begun.unlink()
         return found
@@ -181,7 +180,7 @@ class ScoreFile:
 
     @functools.cached_property
     def file(self) -> int:
-        return os.open(self.path, os.O_RDONLY)
+        return open_descriptor(self.path, os.O_RDONLY, follows=True)
 
 
 class NoScores:
@@ -211,7 +210,7 @@ def summarize_scores(path: Path, top_k: int) -> dict[str, Any]:
     file's size and hash."""
     record_type, loss, tail, count, largest = make_record_type(top_k), 0.0, 0.0, 0, 0
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while part := file.read(record_type.itemsize * (PART_BYTES // record_type.itemsize)):
             digest.update(part)
             records = np.frombuffer(part, record_type)

@@ -177,13 +177,6 @@ def fill_up(row: Row, num_more: int) -> Row:
     )
 
 
-def gather_ids(row: Row) -> torch.Tensor:  # (1, L)
-    """Gathers the ids of a row of one sequence, without padding. All ranks of the group call this."""
-    if row.row_group is None:
-        return row.input_ids
-    return row.row_group.gather(row.input_ids, dim=1)[:, : row.seq_lengths[0]]
-
-
 def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[str, Any]:
     """Arguments of a base model's forward pass over the packed row."""
     row = micro_batch.row

@@ -98,11 +98,8 @@ def choose_auto_class(config: PreTrainedConfig) -> Any:
     """transformers' Auto class for a config; for a multimodal one, the class of the whole model."""
     is_whole = type(config) in AutoModelForMultimodalLM._model_mapping
     is_causal = type(config) in AutoModelForCausalLM._model_mapping
-    return (
-        AutoModelForMultimodalLM
-        if is_whole and (text_tower.is_multimodal(config) or not is_causal)
-        else AutoModelForCausalLM
-    )
+    needs_whole = is_whole and (text_tower.is_multimodal(config) or not is_causal)
+    return AutoModelForMultimodalLM if needs_whole else AutoModelForCausalLM
 
 
 def find_lost_scale(config: PreTrainedConfig) -> str | None:
@@ -200,16 +197,17 @@ class TextRowModel(family.RowModel):
             del head.forward
 
     def run_own(self, micro_batch: family.MicroBatch) -> family.ReferenceForward:
-        input_ids = family.gather_ids(micro_batch.row)  # (1, L)
+        row, input_ids = micro_batch.row, micro_batch.row.input_ids
+        if row.row_group is not None:
+            input_ids = row.row_group.gather(input_ids, dim=1)[:, : row.seq_lengths[0]]  # (1, L), without padding
         hidden = text_tower.find_decoder(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state
         return self.collect_own(hidden, self.model(input_ids=input_ids, use_cache=False, **self.routed))
 
     def collect_own(self, hidden: Tensor, outputs: Any) -> family.ReferenceForward:
         if not self.router_aux_loss:
             return family.ReferenceForward(hidden, outputs.logits)
-        return family.ReferenceForward(
-            hidden, outputs.logits, self.router_aux_loss * outputs.aux_loss * hidden.shape[1]
-        )
+        router_loss = self.router_aux_loss * outputs.aux_loss * hidden.shape[1]
+        return family.ReferenceForward(hidden, outputs.logits, router_loss)
 
 
 def find_head_transform(model: PreTrainedModel) -> nn.Module | None:

@@ -202,9 +202,8 @@ class VisionLanguageFamily(Family):
 
     def pack(self, samples: Sequence[Sample]) -> tuple[Row, Images]:
         vision_inputs, row = self.vision_inputs, pack_row([ids for sample in samples for ids in list_sequences(sample)])
-        pixels = join_pixels(
-            [vision_inputs.read_pixels(sample["images"]) for sample in samples if sample.get("images")]
-        )
+        made = [vision_inputs.read_pixels(sample["images"]) for sample in samples if sample.get("images")]
+        pixels = {name: join_pixels([pixels[name] for pixels in made]) for name in (made[0] if made else ())}
         if pixels and has_blocks(vision_inputs.config):
             row = replace(row, blocks=vision_inputs.find_blocks(row))
         num_tokens = int((row.input_ids == vision_inputs.config.image_token_id).sum())
@@ -336,12 +335,8 @@ def join(features: Tensor | Sequence[Tensor]) -> Tensor:
     return features if isinstance(features, Tensor) else torch.cat(list(features))
 
 
-def join_pixels(made: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def join_pixels(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenates the samples' pixels; smaller ones are zero-padded at the end, as processors do within a sample."""
-    return {name: join_tensors([pixels[name] for pixels in made]) for name in (made[0] if made else ())}
-
-
-def join_tensors(tensors: Sequence[Tensor]) -> Tensor:
     shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
     joined = tensors[0].new_zeros(sum(map(len, tensors)), *shape)
     start = 0

@@ -16,22 +16,17 @@ from mini_trainer.options.urls import PACKAGES, is_url, split_scheme
 
 def find_single_problems(options: Any, *, name_option: Callable[[str], str] = flag_name) -> list[str]:
     """Values out of range, texts that cannot be read, and options without effect beside another one's value."""
-    values, idle, facts, problems = flatten_options(options), find_idle(options), list_facts(type(options)), []
-    for switch, names in idle.items():
-        problems.append(f"{', '.join(map(flag_name, names))}: no effect without {flag_name(switch)}")
-    useless = {name for names in idle.values() for name in names}
+    values, facts, problems, useless = flatten_options(options), list_facts(type(options)), [], set()
+    groups = [getattr(options, name) for name in list_groups(type(options))]
+    for group in (one for one in groups if getattr(one, "has_switch", False)):
+        switch, names = dataclasses.fields(group)[0].name, list_changed(group)
+        if names and switch not in names:
+            problems.append(f"{', '.join(map(flag_name, names))}: no effect without {flag_name(switch)}")
+            useless.update(names)
     for option, _ in iterate_fields(type(options)):
         if values[option.name] != option.default and option.name not in useless:
             problems += check_value(option, values, facts[option.name], name_option=name_option)
     return problems
-
-
-def find_idle(options: Any) -> dict[str, list[str]]:
-    """Given options of groups whose first option, the switch, is not given; by the switch."""
-    groups = [getattr(options, name) for name in list_groups(type(options))]
-    switched = [group for group in groups if getattr(group, "has_switch", False)]
-    found = {dataclasses.fields(group)[0].name: list_changed(group) for group in switched}
-    return {switch: names for switch, names in found.items() if names and switch not in names}
 
 
 def check_value(
@@ -65,12 +60,6 @@ def list_given(group: Any) -> list[str]:
 def list_changed(group: Any) -> list[str]:
     """Names of a group's options that differ from their defaults."""
     return [option.name for option in dataclasses.fields(group) if getattr(group, option.name) != option.default]
-
-
-def list_all_changed(options: Any) -> list[str]:
-    """Names of the options, of all groups, that differ from their defaults."""
-    values = flatten_options(options)
-    return [option.name for option, _ in iterate_fields(type(options)) if values[option.name] != option.default]
 
 
 def list_row_sources(o: RowOptions) -> list[str]:

@@ -2,19 +2,14 @@
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
-from mini_trainer.options import (
-    SCHEDULES_WITH_END,
-    RowOptions,
-    TrainOptions,
-    flag_name,
-    flatten_options,
-    list_data_sets,
-)
+from mini_trainer.options import RowOptions, TrainOptions, flag_name, flatten_options, learning, list_data_sets
 from mini_trainer.options.doors import open_door
+from mini_trainer.options.fields import iterate_fields
 from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.finding import list_all_changed, list_changed, list_given, list_row_sources
+from mini_trainer.options.problems.finding import list_changed, list_given, list_row_sources
 from mini_trainer.options.urls import find_url_faults, hide_credentials, is_url
 
 # Functions that find problems in these groups, once one of their options is given.
@@ -25,72 +20,62 @@ BY_GROUPS = {
 }
 
 
-def find_train_problems(options: TrainOptions) -> list[str]:
+def find_train_problems(options: TrainOptions) -> Iterator[str]:
     """Options without effect beside others, and options that contradict each other."""
-    problems = [
-        *find_url_problems(options),
-        *find_training_data_problems(options),
-        *find_validation_problems(options),
-        *find_objective_problems(options),
-        *find_optimization_problems(options),
-        *find_compute_problems(options),
-        *find_ending_problems(options),
-    ]
+    yield from find_url_problems(options)
+    yield from find_training_data_problems(options)
+    yield from find_validation_problems(options)
+    yield from find_objective_problems(options)
+    yield from find_optimization_problems(options)
+    yield from find_compute_problems(options)
+    yield from find_ending_problems(options)
     for names, place in BY_GROUPS.items():
         if any(list_changed(getattr(options, name)) for name in names):
-            problems += open_door(place)(options)
-    return problems
+            yield from open_door(place)(options)
 
 
-def find_url_problems(options: TrainOptions) -> list[str]:
+def find_url_problems(options: TrainOptions) -> Iterator[str]:
     """Problems with URLs: of data to read, and in place of local directories."""
-    problems = [
-        fault
-        for name, paths in list_data_sets(options).items()
-        for path in filter(is_url, paths)
-        for fault in find_url_faults(path, flag=flag_name(name))
-    ]
+    for name, paths in list_data_sets(options).items():
+        for path in filter(is_url, paths):
+            yield from find_url_faults(path, flag=flag_name(name))
     if is_url(options.output_dir):
-        problems.append(
+        yield (
             f"--output-dir {hide_credentials(options.output_dir)}: must be a local directory, for checkpoints stay"
             " local; give --upload-to a URL to copy exports to"
         )
     if is_url(options.data_cache_dir):
-        problems.append(f"--data-cache-dir {hide_credentials(options.data_cache_dir)}: must be a local directory")
-    return problems
+        yield f"--data-cache-dir {hide_credentials(options.data_cache_dir)}: must be a local directory"
 
 
-def find_training_data_problems(options: TrainOptions) -> list[str]:
+def find_training_data_problems(options: TrainOptions) -> Iterator[str]:
     """Problems with training data: none, several sources, or weights that do not match the data sets."""
     o, rows, weights = options.data, list_row_sources(options.rows), options.data.data_weights
-    problems = []
     if list_changed(options.rows):
         from mini_trainer.options.problems.tools import find_row_problems
 
-        problems += find_row_problems(complete_rows(options.rows, options.classification.objective))
+        yield from find_row_problems(complete_rows(options.rows, options.classification.objective))
     if not o.data_path and not rows:
-        problems.append("no data is given: give --data-path, or rows with --input-file or --input-dataset")
+        yield "no data is given: give --data-path, or rows with --input-file or --input-dataset"
     if o.data_path and rows:
-        problems.append(f"--data-path and {rows[0]} both specify training data: give only one of them")
+        yield f"--data-path and {rows[0]} both specify training data: give only one of them"
     if not rows and (given := list_changed(options.rows)):
-        problems.append(f"{', '.join(map(flag_name, given))}: no effect without rows to tokenize (--input-file)")
-    problems += find_format_problems(options, has_rows=bool(rows))
+        yield f"{', '.join(map(flag_name, given))}: no effect without rows to tokenize (--input-file)"
+    yield from find_format_problems(options, has_rows=bool(rows))
     if weights and o.data_path and len(weights) != len(o.data_path):
-        problems.append(f"--data-weights: {len(weights)} numbers for the {len(o.data_path)} data sets of --data-path")
+        yield f"--data-weights: {len(weights)} numbers for the {len(o.data_path)} data sets of --data-path"
     if not all(0 < weight < math.inf for weight in weights):
-        problems.append(f"--data-weights {' '.join(map(str, weights))}: must be above 0, and finite")
+        yield f"--data-weights {' '.join(map(str, weights))}: must be above 0, and finite"
     if weights and len(o.data_path) <= 1:
-        problems.append("--data-weights has no effect on a single data set: give several with --data-path")
+        yield "--data-weights has no effect on a single data set: give several with --data-path"
     if o.batch_size is not None and o.batch_tokens is not None:
-        problems.append(
+        yield (
             f"--batch-size {o.batch_size} and --batch-tokens {o.batch_tokens} both set the size of a step: give only"
             " one of them; --batch-size None overrides a file's"
         )
-    return problems
 
 
 def find_validation_problems(options: TrainOptions) -> list[str]:
-    """Problems with validation options."""
     o = options.validation
     if not (o.validation_data_path or options.rows.validation_share):
         given = list_given(o)
@@ -132,7 +117,11 @@ def complete_rows(rows: RowOptions, objective: str) -> RowOptions:
 def find_compute_problems(options: TrainOptions) -> list[str]:
     """Problems with computation, sharding, and "auto" values."""
     problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
-    problems += find_sharing_problems(options)
+    flag = f"--context-parallel {sharding.context_parallel}"
+    if sharding.context_parallel is not None and options.validation.sample_prompts is not None:
+        problems.append(f"{flag}: not with --sample-prompts, whose answers need whole sequences: give only one of them")
+    if sharding.context_parallel is not None and compute.compile:
+        problems.append(f"{flag}: not with --compile, with which it has not been tested: give only one of them")
     if sharding.cpu_offload and osft:
         problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
     if compute.compute_dtype == "float16":
@@ -176,100 +165,72 @@ def find_compute_problems(options: TrainOptions) -> list[str]:
     return problems
 
 
-def find_sharing_problems(options: TrainOptions) -> list[str]:
-    """Problems with options that do not work with --context-parallel."""
-    num_sharing = options.sharding.context_parallel
-    if num_sharing is None:
-        return []
-    reasons = []
-    if options.validation.sample_prompts is not None:
-        reasons.append("not with --sample-prompts, whose answers need whole sequences")
-    if options.compute.compile:
-        reasons.append("not with --compile, with which it has not been tested")
-    return [f"--context-parallel {num_sharing}: {reason}: give only one of them" for reason in reasons]
-
-
-def find_ending_problems(options: TrainOptions) -> list[str]:
+def find_ending_problems(options: TrainOptions) -> Iterator[str]:
     """Problems with checkpoints, exports and dry runs."""
-    problems, exports = [], options.exports
+    exports = options.exports
     if options.checkpoints.allow_changed_options and options.checkpoints.resume == "none":
-        problems.append("--allow-changed-options has no effect with --resume none: nothing is resumed")
+        yield "--allow-changed-options has no effect with --resume none: nothing is resumed"
     resume = options.checkpoints.resume
     if options.checkpoints.continue_from is not None and resume not in ("auto", "strict", "none"):
-        problems.append(
+        yield (
             f"--continue-from and --resume {resume} both name a checkpoint to start from: --resume continues the same"
             " run, --continue-from starts a new one: give only one of them"
         )
     if not exports.on_the_way and not options.end.is_given:
-        problems.append(
+        yield (
             "the run has no end, so the trained model would never be written: add --max-epochs, --max-steps,"
             " --max-samples or --max-tokens; or, for a run that is stopped by hand, --min-samples-per-checkpoint or"
             " --checkpoint-at-epoch"
         )
-    return problems
 
 
-def find_objective_problems(options: TrainOptions) -> list[str]:
+def find_objective_problems(options: TrainOptions) -> Iterator[str]:
     """Options that the objective does not use or cannot be used with."""
     objective, values = options.classification.objective, flatten_options(options)
-    facts, problems = OBJECTIVES[objective], []
+    facts = OBJECTIVES[objective]
     unused = {name for other in OBJECTIVES.values() for name in other.options} - {*facts.options}
-    changed = list_all_changed(options)
+    changed = [option.name for option, _ in iterate_fields(type(options)) if values[option.name] != option.default]
     given = [flag_name(name) for name in changed if name in unused]
     if given:
-        problems.append(f"{', '.join(given)}: no effect on --objective {objective}")
-    problems += [
-        f"{flag_name(name)} {values[name]}: cannot be used with --objective {objective}, {reason}"
-        for name, reason in facts.excluded.items()
-        if values[name] and name in changed
-    ]
-    return problems
+        yield f"{', '.join(given)}: no effect on --objective {objective}"
+    for name, reason in facts.excluded.items():
+        if values[name] and name in changed:
+            yield f"{flag_name(name)} {values[name]}: cannot be used with --objective {objective}, {reason}"
 
 
-def find_optimization_problems(options: TrainOptions) -> list[str]:
+def find_optimization_problems(options: TrainOptions) -> Iterator[str]:
     """Problems with the learning-rate schedule and the optimizer."""
     o = options.optimization
     need_end = {
         f"--num-warmup-steps {o.num_warmup_steps} is a share of the run's steps": 0 < o.num_warmup_steps < 1,
-        f"--lr-scheduler {o.lr_scheduler} decays towards the run's end": o.lr_scheduler in SCHEDULES_WITH_END,
+        f"--lr-scheduler {o.lr_scheduler} decays towards the run's end": o.lr_scheduler in learning.SCHEDULES_WITH_END,
         "--weight-average tail ends with the run": o.weight_average == "tail",
     }
-    problems = [
-        f"{what}, but no end is given: add --max-steps, --max-epochs, --max-samples or --max-tokens"
-        for what, is_asked in need_end.items()
-        if is_asked and not options.end.is_given
-    ]
-    problems += find_schedule_problems(options)
+    for what, is_asked in need_end.items():
+        if is_asked and not options.end.is_given:
+            yield f"{what}, but no end is given: add --max-steps, --max-epochs, --max-samples or --max-tokens"
+    yield from find_schedule_problems(options)
     if o.lr_scheduler == "cosine_with_restarts" and not float(o.lr_shape or 0.5).is_integer():
-        problems.append("--lr-scheduler cosine_with_restarts needs --lr-shape, its whole number of cycles")
+        yield "--lr-scheduler cosine_with_restarts needs --lr-shape, its whole number of cycles"
     if o.num_warmup_steps and o.lr_scheduler == "constant":
-        problems.append("--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup")
-    problems += find_rate_problems(options) + find_average_problems(options)
+        yield "--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup"
+    yield from find_rate_problems(options)
+    if o.weight_average == "ema" and o.ema_half_life is None:
+        yield "--weight-average ema needs --ema-half-life, in samples"
+    if o.weight_average == "tail" and o.tail_steps is None:
+        yield "--weight-average tail needs --tail-steps, the number of steps up to the run's end"
+    if o.weight_average != "none" and o.master_weights != "float32":
+        yield f"--weight-average is kept in fp32, and cannot be used with --master-weights {o.master_weights}"
     if options.osft.osft and o.master_weights != "float32":
-        problems.append(
+        yield (
             f"--master-weights {o.master_weights}: --osft keeps directions exactly, which rounding would break;"
             " use float32"
         )
-    return problems
 
 
-def find_average_problems(options: TrainOptions) -> list[str]:
-    """Problems with --weight-average."""
-    o, problems = options.optimization, []
-    if o.weight_average == "ema" and o.ema_half_life is None:
-        problems.append("--weight-average ema needs --ema-half-life, in samples")
-    if o.weight_average == "tail" and o.tail_steps is None:
-        problems.append("--weight-average tail needs --tail-steps, the number of steps up to the run's end")
-    if o.weight_average != "none" and o.master_weights != "float32":
-        problems.append(
-            f"--weight-average is kept in fp32, and cannot be used with --master-weights {o.master_weights}"
-        )
-    return problems
-
-
-def find_rate_problems(options: TrainOptions) -> list[str]:
+def find_rate_problems(options: TrainOptions) -> Iterator[str]:
     """Problems with Muon, and with learning rates of parts of the model."""
-    o, problems = options.optimization, []
+    o = options.optimization
     if o.optimizer == "muon":
         reasons = {
             "--osft": options.osft.osft and "whose directions an orthogonal update would leave",
@@ -277,22 +238,20 @@ def find_rate_problems(options: TrainOptions) -> list[str]:
             "--cpu-offload": options.sharding.cpu_offload and "since its products are too many for a CPU",
             f"--master-weights {o.master_weights}": o.master_weights != "float32" and "which it does not round",
         }
-        problems += [f"--optimizer muon cannot be used with {flag}, {why}" for flag, why in reasons.items() if why]
+        yield from (f"--optimizer muon cannot be used with {flag}, {why}" for flag, why in reasons.items() if why)
     if o.learning_rate == 0 and o.learning_rate_for:
-        problems.append("--learning-rate-for shares the schedule of --learning-rate, which must be above 0")
-    return problems
+        yield "--learning-rate-for shares the schedule of --learning-rate, which must be above 0"
 
 
-def find_schedule_problems(options: TrainOptions) -> list[str]:
+def find_schedule_problems(options: TrainOptions) -> Iterator[str]:
     """Problems with a schedule that several runs share."""
     o, origin = options.optimization, options.checkpoints.continue_from
     if o.schedule_steps is not None and not o.needs_end:
-        return [
+        yield (
             f"--schedule-steps has no effect with --lr-scheduler {o.lr_scheduler}, which does not depend on the number"
             " of steps: leave it out"
-        ]
+        )
     if origin is not None and o.needs_end and o.schedule_steps is None:
-        is_decaying = o.lr_scheduler in SCHEDULES_WITH_END
+        is_decaying = o.lr_scheduler in learning.SCHEDULES_WITH_END
         needs = f"--lr-scheduler {o.lr_scheduler}" if is_decaying else f"--num-warmup-steps {o.num_warmup_steps}"
-        return [f"--continue-from with {needs} needs --schedule-steps, the number of steps of all its runs together"]
-    return []
+        yield f"--continue-from with {needs} needs --schedule-steps, the number of steps of all its runs together"

@@ -57,7 +57,6 @@ class Target:
     name: str
     peak_flops: float | None
     limit: int | None  # bytes that a rank may use
-    is_here: bool  # these are the ranks that this start has
 
     @property
     def base(self) -> int:
@@ -314,19 +313,9 @@ def probe_by_simulation(
 
 def simulate_packing(options: StepOptions, target: Target, run: PlannedRun, packing: Packing) -> simulation.StepMemory:
     """A step with the largest micro-batch there is, and the most trained tokens."""
-    accumulates = bool(packing.num_micro_batches.max() > 1)
-    return simulate(
-        options,
-        target,
-        run,
-        simulation.Load(
-            packing.num_tokens,
-            packing.num_trained,
-            run.inputs.data.longest_sequence,
-            accumulates,
-            num_seen=packing.num_seen,
-        ),
-    )
+    accumulates, longest = bool(packing.num_micro_batches.max() > 1), run.inputs.data.longest_sequence
+    load = simulation.Load(packing.num_tokens, packing.num_trained, longest, accumulates, num_seen=packing.num_seen)
+    return simulate(options, target, run, load)
 
 
 def simulate(options: StepOptions, target: Target, run: PlannedRun, load: simulation.Load) -> simulation.StepMemory:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mini_trainer.data.stores.disk import SPARE_BYTES, check_output_dir, read_json
+from mini_trainer.data.stores.disk import SPARE_BYTES, check_output_dir
 from mini_trainer.data.stores.model_files import find_weights
 from mini_trainer.distributed import devices
 from mini_trainer.distributed.agreement import compare_ranks
@@ -36,7 +36,8 @@ from mini_trainer.distributed.world import (
     setup_logging,
 )
 from mini_trainer.model.build import make_meta_model
-from mini_trainer.model.flops import count_flops
+from mini_trainer.model.config import ModelSource
+from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.averages import find_first_step
 from mini_trainer.model.optim.optimizers import build_optimizer
@@ -54,6 +55,7 @@ from mini_trainer.options import (
     parse_machine,
     replace_options,
 )
+from mini_trainer.options.reading import read_json
 from mini_trainer.run.auto_settings import NUM_BATCHES
 from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, check_state
@@ -166,7 +168,6 @@ def find_target(
         name,
         peak,
         limit,
-        is_here,
     )
 
 
@@ -385,7 +386,10 @@ def plan_time(
     """Adds the durations of a step, of the reference's scores and of the run, and how they were found."""
     if packing is None:
         return
-    rates, flops = find_rates(target, speed), packing.flops.mean()
+    rates, flops = speed, packing.flops.mean()
+    if rates is None and target.peak_flops is not None:
+        rate = 1 / (ASSUMED_MFU * target.peak_flops * target.ranks.world_size)
+        rates = Speed(rate, rate, 0.0)
     scoring = plan_scoring(run, rates, findings)
     if run.teacher is not None:
         findings.lines.append(f"teacher: a forward pass in each step, {run.teacher.flops / 1e12:,.2f} TFLOP")
@@ -413,14 +417,6 @@ def plan_time(
     findings.lines.append(text)
 
 
-def find_rates(target: memory.Target, speed: Speed | None) -> Speed | None:
-    """The measured speed, or the assumed speed of the planned device; None if unknown."""
-    if speed is not None or target.peak_flops is None:
-        return speed
-    rate = 1 / (ASSUMED_MFU * target.peak_flops * target.ranks.world_size)
-    return Speed(rate, rate, 0.0)
-
-
 def plan_scoring(run: memory.PlannedRun, rates: Speed | None, findings: memory.Findings) -> float:
     """Adds the samples that the reference has to score before the first step; returns the seconds this takes."""
     reference = run.reference
@@ -435,6 +431,15 @@ def plan_scoring(run: memory.PlannedRun, rates: Speed | None, findings: memory.F
     return 0.0 if rates is None else reference.flops * rates.seconds_per_scored_flop
 
 
+def measure_other(
+    options: StepOptions, target: memory.Target, inputs: RunInputs, source: ModelSource
+) -> tuple[FlopCount, int]:
+    """FLOPs of another model that the run reads, and the bytes of its weights."""
+    compute, device = memory.simulated_compute(options.compute, target, inputs), torch.device("cpu")
+    other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
+    return count_flops(other), sum(param.numel() for param in other.parameters()) * inputs.compute_dtype.itemsize
+
+
 def plan_reference(
     options: StepOptions, target: memory.Target, inputs: RunInputs, model: PlannedModel | None
 ) -> memory.PlannedReference | None:
@@ -446,12 +451,8 @@ def plan_reference(
     num_rows = sum(len(rows) for _, rows in unscored)
     source = inputs.other_models.get(REFERENCE_MODEL)
     if source is not None and num_rows:
-        compute, device = memory.simulated_compute(options.compute, target, inputs), torch.device("cpu")
-        other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
-        num_params = sum(param.numel() for param in other.parameters())
-        flops = count_flops(other)
-        if not target.ranks.offloads:
-            num_bytes = num_params * inputs.compute_dtype.itemsize // target.ranks.num_shards
+        flops, other_bytes = measure_other(options, target, inputs, source)
+        num_bytes = 0 if target.ranks.offloads else other_bytes // target.ranks.num_shards
     total = sum(flops.of_scores(rows, data, objective) for data, rows in unscored)
     return memory.PlannedReference(num_rows, total, num_bytes)
 
@@ -468,10 +469,7 @@ def plan_teacher(
         flops = model.flops
         num_bytes = model.num_trainable * devices.DTYPES[options.optimization.master_weights].itemsize
     else:
-        compute, device = memory.simulated_compute(options.compute, target, inputs), torch.device("cpu")
-        other = make_meta_model(source, compute, family=inputs.family, method=Full(), device=device).model
-        flops = count_flops(other)
-        num_bytes = sum(param.numel() for param in other.parameters()) * inputs.compute_dtype.itemsize
+        flops, num_bytes = measure_other(options, target, inputs, source)
     rows = np.concatenate(list(itertools.islice(inputs.draw_batches(RunPosition()), NUM_BATCHES)))
     on_rank = 0 if target.ranks.offloads else num_bytes // target.ranks.num_shards
     read = data if inputs.teacher_data is None else inputs.teacher_data  # whose rows have the same numbers

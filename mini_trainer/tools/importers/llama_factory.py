@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import read_object
+from mini_trainer.options.reading import read_object
 from mini_trainer.tools.importers import conversion
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mini_trainer.distributed.children import SECONDS_TO_SAVE, find_last_words, start_child
 from mini_trainer.distributed.lock import SECONDS_PER_BEAT
+from mini_trainer.options.reading import open_own
 from mini_trainer.run.stages import Stage, stop_at_sigterm, wait_for_lock
 from mini_trainer.tools.sweep.settings import SweepSettings
 
@@ -58,7 +59,7 @@ class Child:
 
     def read_last_words(self) -> str:
         """Its error message, or else its last lines."""
-        with self.stage.file("log").open("rb") as log:
+        with open_own(self.stage.file("log"), "rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self.start_of_log, size - LAST_BYTES))
             return find_last_words(log.read().decode(errors="replace"))
@@ -113,7 +114,7 @@ class Pool:
 
     def launch(self, words: list[str], log_file: Path, environment: Mapping[str, str]) -> subprocess.Popen:
         """Starts a program whose output is appended to the file."""
-        with log_file.open("a", encoding="utf-8") as log:
+        with open_own(log_file, "a") as log:
             return start_child(words, log, more=environment, pass_fds=(self.lock.file,))
 
     def end_children(self, children: list[Child], number: signal.Signals) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_trainer.data.stores.disk import read_fields, read_metrics, read_object, remove, written_aside
+from mini_trainer.data.stores.disk import remove, write_text, written_aside
 from mini_trainer.distributed.command import name_launch
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.lock import RunLock
@@ -26,6 +26,7 @@ from mini_trainer.distributed.process import find_task
 from mini_trainer.options import TrainOptions, list_types, parse_shard
 from mini_trainer.options.fields import flag_for
 from mini_trainer.options.option_files import describe_options
+from mini_trainer.options.reading import read_fields, read_metrics, read_object
 from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, VALIDATION_FILE
 from mini_trainer.run.stages import Record, Stage, describe_code, hash_files, list_changes, write_record
 from mini_trainer.tools.sweep.running import Pool
@@ -253,8 +254,7 @@ class Sweep:
 
     def record_end(self, number: int) -> None:
         ends = {one.number: one.facts.get("error") for one in self.trials if one.state != "waiting"}
-        with written_aside(self.pool.root / ENDS) as (aside,):
-            aside.write_text(json.dumps(ends, indent=2) + "\n")
+        write_text(self.pool.root / ENDS, json.dumps(ends, indent=2) + "\n")
         one = self.trials[number]
         if one.state == "failed":
             return say(f"{one.name}: failed, {one.facts['error']}\n(all output: {self.find_folder(number)}/train.log)")
@@ -369,8 +369,7 @@ def write_results(settings: SweepSettings, trials: Sequence[Trial]) -> None:
     """Writes the table as JSON, best first."""
     rows = [dataclasses.asdict(one) | {"facts": dict(one.facts)} for one in trials]
     content = {"metric": settings.metric, "search": settings.search, "trials": rows}
-    with written_aside(settings.root / RESULTS) as (aside,):
-        aside.write_text(json.dumps(content, indent=2) + "\n")
+    write_text(settings.root / RESULTS, json.dumps(content, indent=2) + "\n")
 
 
 def write_curves(settings: SweepSettings, ranked: Sequence[Trial]) -> str:
@@ -379,8 +378,7 @@ def write_curves(settings: SweepSettings, ranked: Sequence[Trial]) -> str:
     names = [one.name + (", best" if i == 0 else "") for i, one in enumerate(shown)]
     runs = [Run(settings.root / one.name / "run", name) for one, name in zip(shown, names, strict=True)]
     path = settings.root / CURVES
-    with written_aside(path) as (aside,):
-        aside.write_text(make_curves_page(runs, best=0), encoding="utf-8")
+    write_text(path, make_curves_page(runs, best=0))
     return f"curves: {path.as_uri()}"
 
 

@@ -103,17 +103,16 @@ def read_settings(path: Path, *, output_dir: str | None = None) -> SweepSettings
     readers = {"train": read_train, "parameters": read_parameters}
     with option_files.naming_place(str(path)):
         given = option_files.name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})
-        if given.get("search") == "halving":
-            raise ValueError(
-                "search: halving: is not supported; use search: random with num_trials, fewer max_steps for all trials,"
-                " and a second sweep of the best ones"
-            )
         settings = option_files.make_settings(given, SweepSettings, readers)
         names, own = [one.name for one in settings.parameters], option_files.name_values(given["train"])
         problems = [f"{name}: in train and in parameters; give one of them" for name in names if name in own]
         shared = {name: value for name, value in settings.train.items() if name not in names}  # files are overridden
         settings = dataclasses.replace(settings, train=shared)
-        option_files.refuse(problems + find_setting_problems(settings))
+        if settings.search == "random" and settings.num_trials is None:
+            problems.append("search: random needs num_trials")
+        if settings.seed != SweepSettings.seed and settings.num_trials is None:
+            problems.append("seed has no effect without num_trials; the seed of training is train: {seed: ...}")
+        option_files.refuse(problems + find_space_problems(settings))
     return settings
 
 
@@ -177,16 +176,6 @@ def read_range(name: str, given: dict[Any, Any], options_class: type) -> Paramet
     if step is not None and not 0 < step <= high - low:
         raise ValueError(f"step: given {step}, allowed: above 0, at most high - low")
     return Parameter(name=name, **found)
-
-
-def find_setting_problems(s: SweepSettings) -> list[str]:
-    """Settings that contradict each other or say too little."""
-    problems = []
-    if s.search == "random" and s.num_trials is None:
-        problems.append("search: random needs num_trials")
-    if s.seed != SweepSettings.seed and s.num_trials is None:
-        problems.append("seed has no effect without num_trials; the seed of training is train: {seed: ...}")
-    return problems + find_space_problems(s)
 
 
 def find_space_problems(s: SweepSettings) -> list[str]:

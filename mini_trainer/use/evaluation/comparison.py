@@ -4,7 +4,7 @@ A measure is a ratio of sums over samples, of scores and their divisors (1 for a
 loss). n samples, m models, R resamples.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,22 @@ class SampleScores:
     @property
     def is_binary(self) -> bool:
         return bool(np.isin(self.sums, (0.0, 1.0)).all() and (self.divisors == 1).all())
+
+
+def list_scores(scores: Sequence[SampleScores]) -> list[list[dict[str, Any]]]:
+    """Each model's samples with their scores, by name: a loss per target, and the like."""
+    names = [one.name for one in scores]
+    means = np.stack([one.sums / one.divisors for one in scores], axis=2)  # (m, n, scores)
+    return [[{"scores": dict(zip(names, own, strict=True))} for own in model] for model in means.tolist()]
+
+
+def gather_scores(samples: Sequence[Sequence[dict[str, Any]]], names: Iterable[str]) -> list[SampleScores]:
+    """The scores of all models' samples, of equal weight."""
+    ones = np.ones(len(samples[0]))
+    return [
+        SampleScores(name, np.array([[sample["scores"][name] for sample in own] for own in samples]), ones)
+        for name in names
+    ]
 
 
 def compare(scores: SampleScores, *, seed: int, num_resamples: int) -> dict[str, Any]:

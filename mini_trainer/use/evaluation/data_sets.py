@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,8 @@ from mini_trainer.objectives.objective import Objective, ObjectiveSettings, Pack
 from mini_trainer.objectives.rewards import REWARD
 from mini_trainer.options import ComputeOptions, PreferenceOptions, ShardingOptions
 from mini_trainer.options.doors import METHODS
-from mini_trainer.use.evaluation import classes, losses, pairs
 from mini_trainer.use.evaluation.results import Measured, is_made_by, write_made
+from mini_trainer.use.evaluation.set_scores import CLASSES, LOSSES, PAIRS, Kept
 from mini_trainer.use.inference.loading import FoundModel
 
 MAX_TOKENS_SHOWN = 2000  # per sequence
@@ -42,25 +41,25 @@ WITHOUT_REFERENCE = PreferenceOptions(preference_loss="simpo", preference_beta=1
 
 @dataclass(frozen=True)
 class SetMeasure:
-    """How a model is measured on a set: the objective, and the module that keeps and collects its scores."""
+    """How a model is measured on a set: the objective, and how its scores are kept and collected."""
 
     objective: str
-    kept: ModuleType
+    kept: Kept
 
 
 # By the set's objective, and the model's kind of classification: None for language models.
 MEASURES = {
-    (CAUSAL_LM, None): SetMeasure(CAUSAL_LM, losses),
-    (SEQUENCES, SEQUENCES): SetMeasure(SEQUENCES, classes),
-    (TOKENS, TOKENS): SetMeasure(TOKENS, classes),
-    (PREFERENCE, None): SetMeasure(PREFERENCE, pairs),
-    (PREFERENCE, SEQUENCES): SetMeasure(REWARD, pairs),
+    (CAUSAL_LM, None): SetMeasure(CAUSAL_LM, LOSSES),
+    (SEQUENCES, SEQUENCES): SetMeasure(SEQUENCES, CLASSES),
+    (TOKENS, TOKENS): SetMeasure(TOKENS, CLASSES),
+    (PREFERENCE, None): SetMeasure(PREFERENCE, PAIRS),
+    (PREFERENCE, SEQUENCES): SetMeasure(REWARD, PAIRS),
 }
 
 
-def open_set(path: str) -> Mixture:
+def open_set(path: str, *, cache_dir: str) -> Mixture:
     """Opens a tokenized data set; ValueError if it has no trained tokens."""
-    data = Mixture([TokenizedData(path, option="--data")])
+    data = Mixture([TokenizedData(path, option="--data", cache_dir=cache_dir)])
     data.check_trained("--data")
     return data
 
@@ -141,7 +140,7 @@ def measure_sets(
         objective, kept = open_objective(data, found), choose_measure(data, found).kept
         (source,) = data.sources
         digest = fingerprint_data(source)
-        path, made_by = folder / f"{name}.{kept.FILE}", identity | {"data": digest}
+        path, made_by = folder / f"{name}.{kept.file}", identity | {"data": digest}
         if not call_on_rank0(world, lambda path=path, made_by=made_by: is_made_by(path, made_by)):
             trust = found.trust_remote_code
             family = objective.family.complete(found.config, found.tokenizer, trust_remote_code=trust)
@@ -149,9 +148,9 @@ def measure_sets(
             scorer = scorer or build_scorer(found, objective, dtype=dtype, world=world)
             check_positions(scorer.model, longest=data.longest_sequence)
             scores = score_data(scorer, data, objective, cap=cap, world=world, by_sample=True)
-            describe = functools.partial(kept.describe_scores, scores, objective)
+            describe = functools.partial(kept.describe, scores, objective)
             call_on_rank0(world, functools.partial(write_lines, path, describe, made_by))
-        outcome[name] = kept.read_scores(path)
+        outcome[name] = kept.read(path)
     return outcome
 
 

@@ -12,15 +12,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from mini_trainer.data.stores.disk import hash_file
 from mini_trainer.options.command_line import suggest
 from mini_trainer.options.option_files import Loader, read_yaml
 from mini_trainer.options.problems.finding import require
+from mini_trainer.options.reading import hash_file
 from mini_trainer.options.tools import EvaluateOptions
-from mini_trainer.use.evaluation.comparison import SampleScores
+from mini_trainer.use.evaluation.comparison import gather_scores
 from mini_trainer.use.evaluation.results import Measured, is_made_by, read_samples, write_made
 from mini_trainer.use.inference.hf_engine import HFEngine
 from mini_trainer.use.inference.loading import FoundModel
@@ -138,7 +137,8 @@ def run_harness(
     tasks = [describe_task_file(Path(task)) if is_task_file(task) else task for task in options.lm_eval]
     made_by = found.identify() | {"tasks": tasks, "dtype": options.engines.dtype, "lm_eval": version("lm_eval")}
     if not is_made_by(path, made_by):
-        samples = call_harness(HFEngine(found, options.engines, options.sampling, device=device), options.lm_eval)
+        engine = HFEngine(found, found.name, options.engines, options.sampling, device=device)
+        samples = call_harness(engine, options.lm_eval)
         write_made(path, json.dumps(samples), made_by)
     return read_samples(path)
 
@@ -193,11 +193,6 @@ def collect_harness(outcomes: Sequence[dict[str, list[dict[str, Any]]] | None]) 
             {"place": f"document {sample['index']}", "prompt": sample["prompt"], "references": [sample["reference"]]}
             for sample in first
         ]
-        scores = [
-            SampleScores(
-                name, np.array([[sample["scores"][name] for sample in own] for own in samples]), np.ones(len(first))
-            )
-            for name in first[0]["scores"]
-        ]
+        scores = gather_scores(samples, first[0]["scores"])
         measured.append(Measured(task, "harness", shown, samples, scores, [{} for _ in samples]))
     return measured

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import list_wrong, read_object, written_aside
+from mini_trainer.data.stores.disk import written_aside
+from mini_trainer.options.reading import list_wrong, read_bytes, read_object
 from mini_trainer.use.evaluation.comparison import SampleScores, compare
 from mini_trainer.use.inference.engine import REFUSED
 from mini_trainer.use.pages.page import escape_json, fold, make_page
@@ -179,13 +180,17 @@ def read_lines(
     line that is damaged."""
     try:
         # Bytes, because splitlines splits text also at line separators within answers.
-        lines = path.read_bytes().splitlines()
+        lines = read_bytes(path).splitlines()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}; {advice}") from None
     values = []
     for number, line in enumerate(lines, start=1):
         try:
-            values.append(parse_line(line, kinds))
+            value = json.loads(line)
+            wrong = [] if kinds is None else list_wrong(value, kinds) if isinstance(value, dict) else list(kinds)
+            if wrong:
+                raise ValueError(f"see {', '.join(wrong)}")
+            values.append(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: line {number} is damaged: {error}; {advice}") from None
     return values
@@ -199,14 +204,6 @@ def read_samples(path: Path, *, advice: str = "remove it to measure again") -> d
         if not is_whole or any(list_wrong(sample, {"index": int, "scores": dict}) for sample in samples):
             raise ValueError(f"{path}: not as evaluate writes it (see {name}); {advice}")
     return found
-
-
-def parse_line(line: bytes, kinds: Mapping[str, Any] | None) -> Any:
-    value = json.loads(line)
-    wrong = [] if kinds is None else list_wrong(value, kinds) if isinstance(value, dict) else list(kinds)
-    if wrong:
-        raise ValueError(f"see {', '.join(wrong)}")
-    return value
 
 
 def write_made(path: Path, text: str, made_by: dict[str, Any]) -> None:

@@ -5,14 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mini_trainer.data.rows.prompts import Prompt, read_prompts
 from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.distributed.world import World
 from mini_trainer.options.problems.finding import require
 from mini_trainer.options.tools import EvaluateOptions, SamplingOptions
-from mini_trainer.use.evaluation.comparison import SampleScores
+from mini_trainer.use.evaluation.comparison import gather_scores
 from mini_trainer.use.evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus
 from mini_trainer.use.evaluation.results import AnswerRecord, Measured
 from mini_trainer.use.inference.answers import AnswerFile, answer_all, describe_making, dump, is_cut, is_refused
@@ -89,11 +87,7 @@ def collect_task(task: EvaluationTask, samples: Sequence[list[AnswerRecord]]) ->
         {"place": prompt.place, "prompt": prompt.shown, "references": list(prompt.references)}
         for prompt in task.prompts
     ]
-    ones = np.ones(len(task.prompts))
-    scores = [
-        SampleScores(name, np.array([[sample["scores"][name] for sample in own] for own in samples]), ones)
-        for name in task.measures
-    ]
+    scores = gather_scores(samples, task.measures)
     extras = [summarize_answers(task, own) for own in samples]
     return Measured(task.name, "answers", shown, list(samples), scores, extras)
 

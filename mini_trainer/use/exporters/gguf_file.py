@@ -153,7 +153,9 @@ def get_head_size(config: PreTrainedConfig) -> int:
 
 def add_hyperparameters(writer: gguf.GGUFWriter, config: PreTrainedConfig, architecture: Architecture) -> list[str]:
     """Adds the model's shape and constants; returns notes for the user."""
-    size, window = get_head_size(config), get_window(config)
+    size, layer_types = get_head_size(config), getattr(config, "layer_types", None)
+    has_sliding = not layer_types or "sliding_attention" in layer_types
+    window = getattr(config, "sliding_window", None) if has_sliding else None
     context, notes = config.max_position_embeddings, []
     if window is not None and not architecture.has_windows and window < context:
         # Within one window, sliding and full attention are the same.
@@ -184,13 +186,6 @@ def add_hyperparameters(writer: gguf.GGUFWriter, config: PreTrainedConfig, archi
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     add_ropes(writer, split_ropes(config))
     return notes
-
-
-def get_window(config: PreTrainedConfig) -> int | None:
-    """Number of tokens that a layer with a sliding window sees; None if there is no such layer."""
-    if "sliding_attention" not in (getattr(config, "layer_types", None) or ["sliding_attention"]):
-        return None
-    return getattr(config, "sliding_window", None)
 
 
 def add_ropes(writer: gguf.GGUFWriter, ropes: dict[str, dict[str, Any]]) -> None:
@@ -354,6 +349,7 @@ def plan_tensors(
         model = family.make_model(config, dtype=torch.float32, trust_remote_code=False)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     names = gguf.get_tensor_name_map(architecture.arch, config.num_hidden_layers)
+    block_size, _ = gguf.GGML_QUANT_SIZES[kind]
     planned = []
     for origin, read in read_weights(ModelSource(model_dir, config), family).items():
         if origin not in shapes:
@@ -362,19 +358,15 @@ def plan_tensors(
             name = names.get_name(part, try_suffixes=(".weight", ".bias"))
             assert name is not None, f"gguf has no name for {part}"
             name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"  # of experts
-            planned.append(PlannedTensor(name, origin, read_part, shape, choose_type(name, shape, kind)))
+            own_kind = kind if shape[-1] % block_size == 0 else F16
+            if len(shape) == 1 or ROUTER in name:
+                own_kind = F32
+            planned.append(PlannedTensor(name, origin, read_part, shape, own_kind))
     factors = make_rope_factors(config)
     if factors is not None:
         name = f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]}.weight"
         planned.insert(0, PlannedTensor(name, name, lambda: factors, tuple(factors.shape), F32))
     return planned
-
-
-def choose_type(name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-    if len(shape) == 1 or ROUTER in name:
-        return F32
-    block_size, _ = gguf.GGML_QUANT_SIZES[kind]
-    return kind if shape[-1] % block_size == 0 else F16
 
 
 def quantize(planned: PlannedTensor, tensor: Tensor) -> np.ndarray:

@@ -69,7 +69,11 @@ def add_tokenizer(
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_add_space_prefix(has_space_prefix(stored))
-        writer.add_token_scores(rank_tokens(tokens, merges))
+        # With minus the rank of the first merge that makes a token as its score, llama.cpp merges like `merges`.
+        ranks: dict[str, int] = {}
+        for rank, (left, right) in enumerate(merges):
+            ranks.setdefault(left + right, rank)
+        writer.add_token_scores([-float(ranks.get(text, len(merges))) for text in tokens])
         notes.append(
             "llama.cpp merges by scores where this tokenizer has an order of merges: a few texts, such as those with"
             " runs of blanks or combined characters, may become other tokens"
@@ -93,8 +97,11 @@ def add_tokenizer(
     if texts:
         notes.append(f"llama.cpp treats these as stop tokens, which are plain text here: {', '.join(map(repr, texts))}")
     notes += add_special_tokens(writer, tokenizer, generation)
-    if tokenizer.chat_template is not None:
-        writer.add_chat_template(list_templates(tokenizer.chat_template))
+    template = tokenizer.chat_template
+    if template is not None:
+        if isinstance(template, dict):
+            template = [{"name": name, "template": text} for name, text in template.items()]
+        writer.add_chat_template(template)
         notes += check_chats(tokenizer)
     return notes
 
@@ -165,14 +172,6 @@ def has_space_prefix(stored: dict[str, Any]) -> bool:
     )
 
 
-def rank_tokens(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
-    """Scores that make llama.cpp merge like `merges`: minus the rank of the first merge that makes a token."""
-    ranks: dict[str, int] = {}
-    for rank, (left, right) in enumerate(merges):
-        ranks.setdefault(left + right, rank)
-    return [-float(ranks.get(text, len(merges))) for text in tokens]
-
-
 def add_special_tokens(
     writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
 ) -> list[str]:
@@ -205,12 +204,6 @@ def add_special_tokens(
     return []
 
 
-def list_templates(template: str | dict[str, str]) -> str | list[dict[str, str]]:
-    if isinstance(template, str):
-        return template
-    return [{"name": name, "template": text} for name, text in template.items()]
-
-
 def list_given() -> dict[str, tuple[object, str]]:
     """A variable that llama.cpp passes to templates, and the note on prompts that it changes."""
     thinking = "with thinking turned on, which this template leaves off: start it with --reasoning off"
@@ -233,7 +226,8 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
                  if render_question(tokenizer, **{key: value}) != plain]  # fmt: skip
     except ValueError:
         return []
-    if adds_bos(tokenizer) and not plain.startswith(tokenizer.bos_token):
+    adds_bos = tokenizer.bos_token is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    if adds_bos and not plain.startswith(tokenizer.bos_token):
         notes.append(f"llama.cpp puts {tokenizer.bos_token!r} before a chat, which this template does not")
     try:
         leaves_out = SYSTEM not in render_question(tokenizer, {"role": "system", "content": SYSTEM})
@@ -242,11 +236,6 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     if leaves_out:
         notes.append("llama.cpp puts a system message before the first question; this template leaves it out")
     return list(dict.fromkeys(notes))
-
-
-def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer begins a text with its BOS token."""
-    return tokenizer.bos_token is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
 
 
 def render_question(tokenizer: PreTrainedTokenizerBase, *before: dict[str, str], **given: object) -> str:

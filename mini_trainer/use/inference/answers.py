@@ -15,10 +15,11 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from mini_trainer.data.rows.prompts import Prompt, as_json
-from mini_trainer.data.stores.disk import naming_failed_writes, written_aside
+from mini_trainer.data.stores.disk import naming_failed_writes, write_text
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, call_on_rank0
+from mini_trainer.options.reading import open_own, read_bytes
 from mini_trainer.options.tools import SamplingOptions
 from mini_trainer.use.inference.engine import REFUSED, Answer, Engine, Key, Request
 
@@ -96,7 +97,7 @@ class AnswerFile:
         """A process's answers, to append to; without any, no file is left."""
         path = self.part(rank)
         try:
-            with naming_failed_writes(path, parts=[path]), open(path, "a", encoding="utf-8") as part:
+            with naming_failed_writes(path, parts=[path]), open_own(path, "a") as part:
                 yield part
         finally:
             if not path.stat().st_size:
@@ -122,8 +123,7 @@ class AnswerFile:
         for part in self.parts:
             lines |= self.read(part)
         if self.parts:
-            with written_aside(self.part(0)) as (aside,):
-                aside.write_text("".join(map(dump, lines.values())), encoding="utf-8")
+            write_text(self.part(0), "".join(map(dump, lines.values())))
             for part in self.parts:
                 if part != self.part(0):
                     part.unlink()
@@ -132,7 +132,7 @@ class AnswerFile:
     def read(self, path: Path) -> dict[Key, Line]:
         """Reads a file's complete lines; a line cut short by a kill is dropped."""
         lines: dict[Key, Line] = {}
-        for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        for number, text in enumerate(read_bytes(path).split(b"\n")[:-1], start=1):
             try:
                 line = json.loads(text)
                 key = (line["index"], line["sample"])
@@ -186,8 +186,7 @@ class AnswerFile:
             lines |= self.read(part)
         missing = self.wanted - lines.keys()
         assert not missing, f"{len(missing)} answers are missing, such as {min(missing)}"
-        with written_aside(self.path) as (aside,):
-            aside.write_text("".join(dump(lines[key]) for key in sorted(lines)), encoding="utf-8")
+        write_text(self.path, "".join(dump(lines[key]) for key in sorted(lines)))
         for part in self.parts:
             part.unlink()
 
@@ -222,7 +221,9 @@ def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | N
         dist.barrier(group=world.control)
     seconds = time.perf_counter() - start
     if num_missing and world.rank == 0:
-        log.warning(describe_speed(num_answers, num_tokens, seconds, world_size=world.world_size))
+        ranks = f" on rank 0 of {world.world_size}" if world.world_size > 1 else ""
+        speed = f"{num_tokens / seconds:,.0f} per second"
+        log.warning(f"{num_answers:,} answers{ranks}, {num_tokens:,} tokens in {seconds:.1f} s ({speed})")
     call_on_rank0(world, lambda: None if file.path.is_file() else file.finish())
     if world.rank != 0:
         return None
@@ -257,9 +258,3 @@ def report_empty(lines: Sequence[Line], file: AnswerFile) -> None:
         num_reasoning = sum("reasoning_content" in line.get("message", {}) for line in empty)
         why = "" if num_reasoning == 0 else f"; {num_reasoning:,} of them have only reasoning (under `message`)"
         log.warning(f"warning: {file.path}: {len(empty):,} of {len(lines):,} answers are empty{why}")
-
-
-def describe_speed(num_answers: int, num_tokens: int, seconds: float, *, world_size: int) -> str:
-    ranks = f" on rank 0 of {world_size}" if world_size > 1 else ""
-    speed = f"{num_tokens / seconds:,.0f} per second"
-    return f"{num_answers:,} answers{ranks}, {num_tokens:,} tokens in {seconds:.1f} s ({speed})"

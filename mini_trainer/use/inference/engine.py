@@ -96,20 +96,7 @@ def refuse(reason: str, *, served_by: dict[str, Any] | None = None) -> Answer:
 
 
 class Engine(Protocol):
-    """A backend that generates answers."""
-
-    @classmethod
-    def open(
-        cls,
-        found: FoundModel | None,
-        name: str,
-        engine: EngineOptions,
-        sampling: SamplingOptions,
-        *,
-        device: torch.device,
-    ) -> "Engine":
-        """See `open_engine`."""
-        ...
+    """A backend that generates answers. Its class takes what `open_engine` passes on."""
 
     def describe(self) -> dict[str, Any]:
         """Everything besides sampling that its answers depend on: model, dtype, versions. JSON-serializable."""
@@ -131,4 +118,4 @@ def open_engine(
     found: FoundModel | None, name: str, engine: EngineOptions, sampling: SamplingOptions, *, device: torch.device
 ) -> Engine:
     """Opens the engine that the options name; `found` is None for a server, which knows the model by `name`."""
-    return ENGINES[engine.engine].open(found, name, engine, sampling, device=device)
+    return ENGINES[engine.engine](found, name, engine, sampling, device=device)

@@ -74,13 +74,9 @@ EncodedRequest = tuple[Request, list[int]]
 class HFEngine:
     """A model in this process (see `use.inference.engine.Engine`); its weights are loaded on first use."""
 
-    @classmethod
-    def open(
-        cls, found: FoundModel, name: str, engine: EngineOptions, sampling: SamplingOptions, *, device: torch.device
-    ) -> "HFEngine":
-        return cls(found, engine, sampling, device=device)
-
-    def __init__(self, found: FoundModel, engine: EngineOptions, sampling: SamplingOptions, *, device: torch.device):
+    def __init__(
+        self, found: FoundModel, name: str, engine: EngineOptions, sampling: SamplingOptions, *, device: torch.device
+    ):
         self.found, self.sampling, self.batch_size, self.device = found, sampling, engine.batch_size, device
         self.dtype, self.tokenizer = choose_dtype(found.config, engine.dtype), found.tokenizer
         self.max_length = getattr(found.config.get_text_config(decoder=True), "max_position_embeddings", None)

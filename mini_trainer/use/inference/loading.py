@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mini_trainer.data.columns.base import SEQUENCES, TOKENS
-from mini_trainer.data.stores.disk import hash_file, read_object
 from mini_trainer.data.stores.model_files import GENERATION, find_model, find_weights, naming_config, verify_weights
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_tokenizer
 from mini_trainer.distributed.devices import DTYPES
@@ -21,6 +20,7 @@ from mini_trainer.model.fingerprints import fingerprint_model
 from mini_trainer.model.methods import adapter_files
 from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.options.reading import hash_file, read_object
 from mini_trainer.run.file_names import BEST, EXPORTS_DIR, LATEST, PARAMS_FILE
 
 
@@ -89,7 +89,9 @@ def find_answering_model(
         adapter_dir = Path(name)
         base_name, revision = adapter_files.find_base(adapter_dir, flag=flag)
     if adapter_dir is not None:
-        adapter_files.check_adapter(adapter_dir, flag=flag if adapter is None else "--adapter")
+        adapter_flag = flag if adapter is None else "--adapter"
+        adapter_files.check_readable(adapter_dir, flag=adapter_flag)
+        adapter_files.check_settings(adapter_dir, flag=adapter_flag, runner="peft")
     base_flag = flag if base_name == name else f"{flag} {name}: its base model"
     directory = find_model(base_name, revision=revision, trust_remote_code=trust_remote_code, flag=base_flag)
     find_weights(base_name, directory)

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from mini_trainer.data.chat.conversation import ASSISTANT, REASONING_KEYS, Message
 from mini_trainer.data.rows.prompts import Prompt, as_protocol
+from mini_trainer.data.stores.remote import make_error
 from mini_trainer.distributed.messages import HIDDEN, hide_secrets
 from mini_trainer.options.problems.finding import require
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
@@ -153,13 +154,9 @@ LISTING_RETRIES = 1
 class OpenAIEngine:
     """A model on a server (see `use.inference.engine.Engine`)."""
 
-    @classmethod
-    def open(
-        cls, found: None, name: str, engine: EngineOptions, sampling: SamplingOptions, *, device: Any
-    ) -> "OpenAIEngine":
-        return cls(name, engine, sampling)
-
-    def __init__(self, model: str, engine: EngineOptions, sampling: SamplingOptions):
+    def __init__(
+        self, found: None, model: str, engine: EngineOptions, sampling: SamplingOptions, *, device: Any = None
+    ):
         require("openai", flag="--engine openai")
         from openai import OpenAI, Timeout
 
@@ -280,7 +277,8 @@ class OpenAIEngine:
             else:
                 yield from join_deltas(choice.delta for choice in choices)
         except (*list_http_errors(), APIError, ValueError, *MALFORMED) as error:
-            raise ValueError(f"{self.where}: the stream was interrupted: {self.hide(str(error))[:MAX_SHOWN]}") from None
+            reason = self.hide(str(error))[:MAX_SHOWN]
+            raise make_error(error, f"{self.where}: the stream was interrupted: {reason}") from None
         finally:
             pieces.close()
 
@@ -322,9 +320,10 @@ class OpenAIEngine:
             message = join_message("" if error.status_code in OF_SERVER else place, self.where, reason)
             if is_too_long(error):
                 raise PromptTooLong(message, reason[:MAX_REASON]) from None
-            raise ValueError(message) from None
+            raise make_error(error, message) from None
         except APIConnectionError as error:
-            raise ValueError(f"{self.where}: cannot be reached: {self.hide(str(error.__cause__ or error))}") from None
+            reason = self.hide(str(error.__cause__ or error))
+            raise make_error(error, f"{self.where}: cannot be reached: {reason}") from None
         except (APIError, ValueError) as error:  # ValueError: the response is not JSON
             raise ValueError(join_message(place, self.where, self.hide(str(error)))) from None
 

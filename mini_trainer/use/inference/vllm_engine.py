@@ -41,13 +41,7 @@ OF_SPEED = {
 class VLLMEngine:
     """A model in vLLM (see `use.inference.engine.Engine`)."""
 
-    @classmethod
-    def open(
-        cls, found: FoundModel, name: str, engine: EngineOptions, sampling: SamplingOptions, *, device: Any
-    ) -> "VLLMEngine":
-        return cls(found, engine, sampling)
-
-    def __init__(self, found: FoundModel, engine: EngineOptions, sampling: SamplingOptions):
+    def __init__(self, found: FoundModel, name: str, engine: EngineOptions, sampling: SamplingOptions, *, device: Any):
         require("vllm", flag="--engine vllm")
         self.found, self.sampling = found, sampling
         self.dtype = str(choose_dtype(found.config, engine.dtype)).removeprefix("torch.")

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mini_trainer.options.reading import read_text
+
 FOLDER = Path(__file__).parent
 
 
@@ -18,10 +20,10 @@ def make_page(path: Path, parts: dict[str, str], *, title: str, library: str = "
     allows only its scripts, including `library`, by their hashes, and the additions in `policy`.
     """
     style, script = (
-        (FOLDER / f"page{suffix}").read_text(encoding="utf-8") + path.with_suffix(suffix).read_text(encoding="utf-8")
-        for suffix in (".css", ".js")
+        read_text(FOLDER / f"page{suffix}") + read_text(path.with_suffix(suffix)) for suffix in (".css", ".js")
     )
-    hashes = " ".join(f"'{hash_script(text)}'" for text in (library, script) if text)
+    digests = [hashlib.sha256(text.encode()).digest() for text in (library, script) if text]
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     parts = parts | {
         "POLICY": f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}{policy}",
         "TITLE": html.escape(title),
@@ -29,13 +31,8 @@ def make_page(path: Path, parts: dict[str, str], *, title: str, library: str = "
         "LIBRARY": library,
         "SCRIPT": script,
     }
-    page = path.read_text(encoding="utf-8")
+    page = read_text(path)
     return re.sub(r"\$([A-Z_]+)\$", lambda name: parts[name[1]], page)  # once, so that data cannot name a part
-
-
-def hash_script(text: str) -> str:
-    """The script's hash in the form of a Content-Security-Policy."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def fold(text: str, limit: int) -> str:

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.chat.conversation import Pictures, TokenizedChat
+from mini_trainer.data.chat.conversation import TokenizedChat
 from mini_trainer.data.columns.base import COLUMNS, IGNORED, Bars, DataTask
 from mini_trainer.data.rows.report import DROPPED, Totals, percentile
 from mini_trainer.data.rows.writer import TokenizedSample
@@ -59,7 +59,8 @@ def split_segments(tokens: TokenizedChat, tokenizer: Any) -> list[Segment]:
     input_ids, labels = tokens.input_ids, tokens.labels
     weights = tokens.loss_weights or [None] * len(labels)
     pictures = tokens.pictures
-    image_at = {} if pictures is None else number_images(pictures)
+    spans = [] if pictures is None else pictures.spans
+    image_at = {at: number for number, (start, end) in enumerate(spans) for at in range(start, end)}  # by token
 
     def kind(index: int) -> tuple[int | None, bool, int | None, float | None]:
         if index in image_at:
@@ -72,22 +73,13 @@ def split_segments(tokens: TokenizedChat, tokenizer: Any) -> list[Segment]:
     for (image, is_trained, special_at, weight), run in groupby(range(len(labels)), key=kind):
         indices = list(run)
         if image is not None:
-            segments.append(Segment(describe_image(pictures, image), False, True, None, image))
+            (height, width), (start, end) = pictures.sizes[image], pictures.spans[image]
+            text = f"[image {image + 1}: {width} x {height} pixels, {end - start:,} tokens]"
+            segments.append(Segment(text, False, True, None, image))
             continue
         text = decode_run(tokenizer, input_ids, indices[0], indices[-1] + 1)
         segments.append(Segment(text, is_trained, special_at is not None, weight))
     return segments
-
-
-def number_images(pictures: Pictures) -> dict[int, int]:
-    """Token -> index of its image."""
-    return {at: number for number, (start, end) in enumerate(pictures.spans) for at in range(start, end)}
-
-
-def describe_image(pictures: Pictures, number: int) -> str:
-    """The text shown in place of an image's tokens."""
-    (height, width), (start, end) = pictures.sizes[number], pictures.spans[number]
-    return f"[image {number + 1}: {width} x {height} pixels, {end - start:,} tokens]"
 
 
 def draw_thumbnail(reference: str, directory: Path) -> str | None:
@@ -133,21 +125,14 @@ def format_sample(segments: Iterable[Segment], *, mask: str | None, in_colour: b
         if not is_trained and mask is not None:
             parts.append(mask)
             continue
-        shown = format_segments(run, in_colour=in_colour)
+        shown = ""
+        for segment in run:
+            text = make_visible(fold(segment.text, MAX_SEGMENT_CHARS))
+            shown += f"{COLOURS[is_trained, segment.is_special]}{text}{RESET}" if in_colour else text
         weighted = "" if weight in (None, 1.0) else f"(weight {weight:g}) "
         has_brackets = is_trained and not in_colour and mask is None
         parts.append(f"{OPEN}{weighted}{shown}{CLOSE}" if has_brackets else weighted + shown)
     return "".join(parts)
-
-
-def format_segments(segments: Iterable[Segment], *, in_colour: bool) -> str:
-    """The segments' texts, printable in a terminal."""
-    shown = []
-    for segment in segments:
-        text = make_visible(fold(segment.text, MAX_SEGMENT_CHARS))
-        colour = COLOURS[segment.is_trained, segment.is_special]
-        shown.append(f"{colour}{text}{RESET}" if in_colour else text)
-    return "".join(shown)
 
 
 def write_page(

@@ -1,0 +1,14 @@
+"""numba's decorator for functions that Python calls: compiled code is kept on the disk, where there is a place."""
+
+from collections.abc import Callable
+
+from numba import njit
+
+
+def compile_kept(function: Callable) -> Callable:
+    """Compiles without Python's lock (a prefetch thread packs). Every process does, for seconds, if nothing can be kept
+    (`options.places`)."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # numba finds no directory that it may write to
+        return njit(nogil=True)(function)
