@@ -30,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer
 
-from mini_trainer.distributed.compilation import CACHE_VARIABLE, Compiled, count_graphs
+from mini_trainer.distributed.compilation import Compiled, count_graphs
 from mini_trainer.distributed.devices import run_eagerly
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.compiled_check import check_compiled
@@ -40,6 +40,7 @@ from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.text_tower import find_blocks
 from mini_trainer.objectives.next_tokens import CausalLM, CrossEntropy, TrainedTokens, sum_token_loss
 from mini_trainer.options import DataOptions, LoRAOptions
+from mini_trainer.options.places import COMPILED
 
 pytestmark = pytest.mark.slow
 
@@ -251,7 +252,7 @@ def test_a_second_run_takes_its_blocks_from_the_cache(tmp_path):
     texts = []
     for name in ("first", "second"):
         options = OPTIONS | inputs | dict(compile=True, max_steps=1, output_dir=str(tmp_path / name))
-        done = run_forked(0, "train.py", *flags(**options), env={CACHE_VARIABLE: str(tmp_path / "cache")}, timeout=600)
+        done = run_forked(0, "train.py", *flags(**options), env={COMPILED: str(tmp_path / "cache")}, timeout=600)
         assert done.returncode == 0, done.stderr
         texts.append(re.search(r"(\d+) graphs compiled, (\d+) of them from (.*)", done.stderr).groups())
     (compiled, found, path), (again, found_again, _) = texts

@@ -42,18 +42,14 @@ def refuse(*args: object) -> None:
 @pytest.mark.parametrize(
     ("lacking", "message"),
     [
-        ("open", "cannot append to a file that others read, .*Operation not supported"),
+        ("append", "cannot append to a file that others read, .*Operation not supported"),
         ("replace", "cannot replace a file by .*Operation not supported"),
         ("rename", "cannot rename a directory, .*Operation not supported"),
     ],
 )
 def test_a_bucket_that_lacks_an_operation_is_refused_by_name(lacking, message, tmp_path, monkeypatch):
-    found = Path.open
-
-    def open_without_append(path: Path, mode: str = "r", *args: object, **kwargs: object) -> object:
-        return refuse() if "a" in mode else found(path, mode, *args, **kwargs)
-
-    monkeypatch.setattr(Path, lacking, open_without_append if lacking == "open" else refuse)
+    place, name = ("mini_trainer.run.preflight", "open_own") if lacking == "append" else ("pathlib.Path", lacking)
+    monkeypatch.setattr(f"{place}.{name}", refuse)
     with pytest.raises(ValueError, match=rf"^--output-dir {tmp_path}: {message}\. .*--upload-to"):
         check_disk(tmp_path)
     monkeypatch.undo()

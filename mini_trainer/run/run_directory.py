@@ -59,7 +59,7 @@ class RunDirectory:
         if origin is not None:
             self.origin = call_on_rank0(world, lambda: read_origin(Path(origin), self.path))
         self.start = RunPosition(**self.checkpoint.state["position"]) if self.checkpoint else RunPosition()
-        self.values: Mapping[str, Any] = {}  # all options by name, for files and trackers: without secrets
+        self.values: Mapping[str, Any] = {}  # all options by name
         self.identity: dict[str, Any] = {}
         self.changes: list[str] = []
         self.previous: dict[str, Any] = {} if self.checkpoint is None else self.checkpoint.state
@@ -74,7 +74,7 @@ class RunDirectory:
 
     def claim(self, inputs: RunInputs, optimization: OptimizationOptions) -> None:
         """Verifies that directory and checkpoint belong to the run defined by `inputs`; ValueError if not."""
-        self.values = hide_in(dict(inputs.values))
+        self.values = inputs.values
         self.identity = call_on_rank0(self.world, lambda: identity.identify_run(inputs, optimization))
         if not identity.is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
             resume, own_paths = self.options.resume, inputs.own_paths
@@ -149,7 +149,7 @@ class RunDirectory:
         if tracking.track:
             from mini_trainer.run.trackers import open_trackers
 
-            sinks.append(open_trackers(tracking, self.path, self.values))
+            sinks.append(open_trackers(tracking, self.path, hide_in(dict(self.values))))
         return sinks
 
     def profile(self, batches: Iterator[Batch], steps: str | None) -> Iterator[Batch]:
@@ -186,7 +186,7 @@ class RunDirectory:
             "position": asdict(position),
             "num_steps_before": state.num_steps_before,
             "identity": self.identity,
-            "options": self.values,
+            "options": hide_in(dict(self.values)),
             "changed": self.changes,
             "auto_settings": self.auto_settings,
             "validation": validation,
