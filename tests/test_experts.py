@@ -45,8 +45,8 @@ def path(tmp_path_factory):
 
 def test_experts_are_put_together_in_their_own_type_and_a_file_is_opened_once(path, monkeypatch):
     readers = read_weights(load_source(path), TextFamily())
-    opened, safe_open = [], stored.safe_open
-    monkeypatch.setattr(stored, "safe_open", lambda *args, **kwargs: opened.append(args) or safe_open(*args, **kwargs))
+    opened, open_tensors = [], stored.open_tensors
+    monkeypatch.setattr(stored, "open_tensors", lambda path: opened.append(path) or open_tensors(path))
     experts = readers["model.layers.0.mlp.experts.gate_up_proj"]()
     assert experts.shape == (NUM_EXPERTS, 32, 32) and experts.dtype == torch.bfloat16
     assert len(opened) == 1

@@ -72,8 +72,8 @@ def test_a_row_group_that_is_too_large_is_refused_unread(model, tmp_path, monkey
 
 
 def test_a_first_line_of_tokenized_rows_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_trainer.data.tokenized.outputs.INFERRED_BYTES", 10)
-    monkeypatch.setattr("mini_trainer.data.tokenized.outputs.MAX_ROW_BYTES", 100)
+    monkeypatch.setattr("mini_trainer.data.tokenized.converted.BLOCK_BYTES", 10)
+    monkeypatch.setattr("mini_trainer.data.tokenized.converted.MAX_ROW_BYTES", 100)
     (tmp_path / "data.jsonl").write_text('{"input_ids": [' + "1, " * 100 + "1]}\n")
     with pytest.raises(ValueError, match=r"data\.jsonl: .*line .*100 bytes"):
         TokenizedData(tmp_path / "data.jsonl")

@@ -1,7 +1,4 @@
-"""Tensors kept for later runs: a safetensors file with a text that says what they are of, and a hash over both.
-
-So a damaged entry, or another one's under this name, is never used.
-"""
+"""Tensors kept for later runs: a safetensors file with a text that says what they are of, and a hash over both."""
 
 import hashlib
 import json

@@ -101,9 +101,8 @@ def find_change(path: Path, recorded: Mapping[str, Any], *, record: str, again: 
     size = path.stat().st_size
     if recorded["size"] != size:
         return f"{path}: {size:,} bytes, but {record} says {recorded['size']:,}"
-    if recorded["sha256"] != hash_once(path, again=again):
-        return f"{path}: its SHA-256 is not the one in {record}: it is damaged or was replaced"
-    return None
+    is_same = recorded["sha256"] == hash_once(path, again=again)
+    return None if is_same else f"{path}: its SHA-256 is not the one in {record}: it is damaged or was replaced"
 
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:
