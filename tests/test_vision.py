@@ -49,10 +49,10 @@ from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import MergeAdapterOptions
 from mini_trainer.osft import OSFTLinear
 from mini_trainer.run.auto_settings import MemoryCounter
+from mini_trainer.run.images import count_set_images
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from mini_trainer.run.raw_rows import find_data
-from mini_trainer.run.images import count_set_images
 from mini_trainer.run.start import choose_method, open_inputs
 from mini_trainer.sampler import RunPosition
 from mini_trainer.tools.merge_adapter import merge_adapter
