@@ -296,7 +296,7 @@ def test_a_long_run_is_read_in_portions_that_are_shown(server, monkeypatch):
 
 
 def test_a_run_whose_files_block_keeps_no_request_for_another_run_waiting(server, monkeypatch):
-    """As on a file system that does not answer. The table has the run's last row meanwhile."""
+    """A file system may not answer. Until it does, the table shows the last row of that run."""
     ids, before = find_ids(server), fetch(server, "runs")[1]
     blocking, goes_on = threading.Semaphore(0), threading.Event()
 

@@ -40,6 +40,8 @@ def test_a_cache_moves_though_its_place_can_be_written(env, tmp_path):
     assert expand("~/.cache/mini_trainer/data") == tmp_path / ".cache/mini_trainer/data" and expand("~") == tmp_path
     assert {name for name in PLACES if name in os.environ} == {"TORCHINDUCTOR_CACHE_DIR"}
     env.setenv(OWN, str(tmp_path / "own"))
+    env.setitem(PLACES, "NUMBA_CACHE_DIR", "/dev/null/packers")  # as in a wheel that another user has installed
+    assert choose_places() is None and os.environ["NUMBA_CACHE_DIR"].startswith(str(tmp_path / "own"))
     assert expand("~/.cache/mini_trainer/osft") == tmp_path / "own/osft"
 
 
@@ -58,11 +60,10 @@ def test_a_cache_stays_where_nothing_can_be_written(env, tmp_path):
 def test_somebody_elses_temporary_directory_is_used(env, tmp_path):
     env.setenv("HOME", NOWHERE)
     env.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / f"mini_trainer-{os.getuid()}").symlink_to(tmp_path)
+    place = tmp_path / f"mini_trainer-{os.getuid()}"
+    place.symlink_to(tmp_path)
     assert find_root() is None and "kept nowhere" in choose_places()
-    (tmp_path / f"mini_trainer-{os.getuid()}").unlink()
-    (tmp_path / f"mini_trainer-{os.getuid()}").mkdir()
-    (tmp_path / f"mini_trainer-{os.getuid()}").chmod(0o777)
+    place.unlink(), place.mkdir(), place.chmod(0o777)
     assert find_root() is None
 
 

@@ -116,7 +116,7 @@ def test_a_text_is_read_without_a_limit(tmp_path):
 
 
 def test_a_resumed_run_writes_through_links_of_its_directory(inputs, tmp_path):
-    """As in an archive from elsewhere: each file that a run writes is a link to somebody else's."""
+    """An archive from elsewhere may hold links: here each file that a run writes leads to somebody else's."""
     run = tmp_path / "run"
     words = flags(**inputs, output_dir=run, batch_size=8, max_tokens_per_gpu=64, checkpoint_every_steps=1)
     words += flags(validation_data_path=inputs["data_path"], validate_every_steps=1, profile_steps="2:3")

@@ -15,6 +15,8 @@ from mini_trainer.data.stores.disk import written_aside
 from mini_trainer.options.reading import open_tensors
 
 ABOUT, KEY = "about", "sha256"  # the one entry of a file's metadata, and the hash within it
+# Also JSON of another form. No ValueError of the block itself.
+UNREADABLE = (OSError, SafetensorError, KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError)
 
 
 def write_hashed(path: Path, tensors: dict[str, Tensor], about: Mapping[str, Any]) -> None:
@@ -37,15 +39,7 @@ def open_hashed(path: Path, *keys: str, what: str) -> Iterator[tuple[safe_open, 
             if missing := {KEY, *keys} - about.keys():
                 raise KeyError(min(missing))
             yield file, about
-    except (
-        OSError,
-        SafetensorError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        json.JSONDecodeError,
-    ) as error:
+    except UNREADABLE as error:
         raise ValueError(f"{what}: {type(error).__name__}: {str(error).removeprefix(f'{path}: ')}") from None
 
 

@@ -26,12 +26,13 @@ PLACES = {
 
 def choose_places() -> str | None:
     """Sets the variables of caches that cannot be in their place; returns a line that names them, if any was set by the
-    user, or leaves the home directory. ValueError without a place for temporary files, which libraries need."""
+    user, or their root has moved. ValueError without a place for temporary files, which libraries need."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         raise ValueError(f"{error.strerror}: set TMPDIR to a directory that can be written") from None
     moved, root = [], find_root()
+    has_moved = root != find_home(os.environ.get(OWN, USUAL))
     for variable, usual in PLACES.items():
         given = os.environ.get(variable)
         place = find_home(usual if given is None else given)
@@ -43,7 +44,7 @@ def choose_places() -> str | None:
             continue
         if root is not None:
             os.environ[variable] = str(root / variable.lower()) if variable != OWN else str(root)
-        if given is not None or root != find_home(USUAL):
+        if given is not None or has_moved:
             moved.append(variable)
     if find_home("~") is None and root is not None:
         os.environ["HOME"] = str(root)  # libraries would make a directory named ~

@@ -4,17 +4,19 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from mini_trainer.data.stores.contents import find_change, is_edited, sign
+from mini_trainer.data.stores.contents import find_change, hash_once, is_edited, sign
 from mini_trainer.data.stores.disk import write_text
 from mini_trainer.distributed.ending import log
-from mini_trainer.options.reading import hash_file, read_fields
+from mini_trainer.options.reading import read_fields
 
 MADE = "made.json"
 
 
 def record_made(record: Path, key: str, files: Iterable[Path]) -> None:
     """Writes which files of a cache, next to the file `record` or below, were made under this key."""
-    entries = {str(file.relative_to(record.parent)): hash_file(file) for file in files}
+    entries = {
+        str(file.relative_to(record.parent)): {"size": file.stat().st_size, "sha256": hash_once(file)} for file in files
+    }
     write_text(record, json.dumps(sign({"key": key, "files": entries}), indent=2) + "\n")
 
 
