@@ -45,6 +45,7 @@ from mini_trainer.data.rows.worker_pool import run_in_order
 from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
 from mini_trainer.data.stores.disk import identify_file, make_parent, written_aside
+from mini_trainer.data.stores.older_keys import save_tokenizer
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from mini_trainer.data.tokenized import sidecar
 from mini_trainer.data.tokenized.outputs import Outputs
@@ -256,7 +257,7 @@ def write_companions(
     )
     for i, (files, totals) in enumerate(zip(outputs.data_sets, sides, strict=True)):
         if preparing.changes_tokenizer(options):
-            prepared.tokenizer.save_pretrained(aside[files.tokenizer])
+            save_tokenizer(prepared.tokenizer, aside[files.tokenizer])
         split = None
         if outputs.is_split:
             other = outputs.data_sets[1 - i].data.name

@@ -20,16 +20,23 @@ from forked import run_forked
 from processes import ROOT
 from safetensors.torch import load_file, save_file
 from tiny_classifiers import ENCODERS
-from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, load_source, make_osft, save_model, save_tokenizer
+from tiny_models import FAMILIES, HYBRIDS, SHAPE, VOCAB_SIZE, build, load_source, make_osft, save_model, save_tokenizer
+from tiny_vision import save_vision_model
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     HrmTextConfig,
+    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
+from mini_trainer.data.stores.older_keys import add_older_keys, rewrite_config
+from mini_trainer.data.stores.older_keys import save_tokenizer as save_older
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.model import weights
 from mini_trainer.model.method import Full
@@ -437,6 +444,87 @@ def test_a_failed_write_is_one_message_and_leaves_nothing(world, tmp_path):
     with pytest.raises(RunError, match=r"cannot write .*samples_1"):
         export(path, tmp_path / "hf_format" / "samples_1", world)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hf_format", "model"]
+
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=64)  # fmt: skip
+FULL = dict(rope_type="linear", factor=8.0, rope_theta=1e6)
+SLIDING = dict(rope_type="default", rope_theta=1e4)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (dict(model_type="llama", rope_parameters=LLAMA3 | dict(rope_theta=5e5)),
+         dict(rope_theta=5e5, rope_scaling=LLAMA3)),
+        (dict(model_type="gpt_oss", rope_parameters=SLIDING), dict(rope_theta=1e4, rope_scaling=None)),
+        (dict(model_type="phi", rope_parameters=SLIDING | dict(partial_rotary_factor=0.4)),
+         dict(rope_theta=1e4, rope_scaling=None, partial_rotary_factor=0.4)),
+        (dict(model_type="gpt_neox", rope_parameters=SLIDING | dict(partial_rotary_factor=0.4)),
+         dict(rotary_emb_base=1e4, rope_scaling=None, rotary_pct=0.4)),
+        (dict(model_type="gemma3_text", rope_parameters=dict(full_attention=FULL, sliding_attention=SLIDING)),
+         dict(rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=dict(rope_type="linear", factor=8.0))),
+        (dict(model_type="olmo3", rope_parameters=dict(full_attention=SLIDING, sliding_attention=SLIDING)),
+         dict(rope_theta=1e4, rope_scaling=None)),
+        (dict(model_type="olmo3", rope_parameters=dict(full_attention=FULL, sliding_attention=SLIDING)), None),
+        (dict(model_type="gemma3_text", rope_parameters=dict(full_attention=SLIDING, sliding_attention=FULL)), None),
+        (dict(model_type="lfm3", rope_parameters=dict(full_attention=SLIDING, sliding_attention=SLIDING)), None),
+        (dict(model_type="qwen3_moe", num_local_experts=8, dtype="bfloat16"),
+         dict(num_experts=8, torch_dtype="bfloat16")),
+    ],
+)  # fmt: skip
+def test_older_names_say_something_else_than_the_positions(values, expected):
+    outer = dict(model_type="llava", text_config=dict(values))
+    assert add_older_keys(outer) == (expected is not None)
+    assert outer["text_config"] == values | (expected or {})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss_sinks"])
+def test_older_names_change_what_transformers_5_reads(family, world, tmp_path):
+    path = save_tokenizer(save_model(FAMILIES[family], tmp_path / "model"))
+    export_dir = export(path, tmp_path / "export", world)
+    values = json.loads((export_dir / "config.json").read_text())
+    assert "rope_theta" in values and values["torch_dtype"] == values["dtype"]
+    config, again = AutoConfig.from_pretrained(path), AutoConfig.from_pretrained(export_dir)
+    assert again.rope_parameters == config.rope_parameters
+    tokenizer = json.loads((export_dir / "tokenizer_config.json").read_text())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"  # 4.57 does not know TokenizersBackend
+    assert tokenizer["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+def test_a_tokenizers_further_special_tokens_are_lost(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path / "model"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+    save_older(tokenizer, tmp_path)
+    values = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert values["additional_special_tokens"] == ["<|tool|>"] and "extra_special_tokens" not in values  # a list fails
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.extra_special_tokens == ["<|tool|>"] and len(again) == len(tokenizer)
+
+
+def test_a_config_class_that_reads_an_older_name_differently_gets_it(tmp_path):
+    """As CohereCompassText does, whose positions would be lost."""
+
+    class Reading(LlamaConfig):
+        def __init__(self, **values):
+            super().__init__(**values)
+            self.rope_parameters = None if "rope_scaling" in values else self.rope_parameters
+
+    config = Reading(**SHAPE)
+    config.save_pretrained(tmp_path)
+    before = (tmp_path / "config.json").read_bytes()
+    rewrite_config(tmp_path / "config.json", config)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_the_names_of_a_published_vision_tower_lose_their_prefix(tmp_path):
+    path = save_vision_model(tmp_path, "llava")
+    shell = AutoModelForImageTextToText.from_pretrained(path)
+    own = load_file(path / "model.safetensors").keys()  # as of a model that was never loaded
+    published = {name.replace("vision_tower.", "vision_tower.vision_model.") for name in own}
+    for names in (own, published):
+        shell._weight_conversions = exporting.list_conversions(shell, names)
+        assert exporting.revert_weight_conversion(shell, dict(shell.state_dict())).keys() == set(names)
 
 
 def change_config(path, **changes):

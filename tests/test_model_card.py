@@ -17,14 +17,14 @@ from small_runs import OPTIONS, make_inputs
 from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import VOCAB_SIZE
 from tiny_vision import make_image, save_vision_model
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import HubOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run import uploads as hub_module
 from mini_trainer.run import uploads as uploads_module
-from mini_trainer.run.model_card import describe_data, describe_head, describe_usage
+from mini_trainer.run.model_card import describe_data, describe_head, describe_readers, describe_usage
 from mini_trainer.run.uploads import BEST, REGULAR, Uploads
 
 TOKEN = "hf_aTokenThatNobodyMaySee"
@@ -137,6 +137,13 @@ def test_a_card_names_the_files_that_data_was_made_from_without_their_directorie
     text = "\n".join(describe_data(inputs, dict(identity=dict(data="cd34"), options=options)))
     assert "| `rows` | 1 | 4 | 100.0% |" in text and "| `rows.jsonl` | `ab12` |" in text and "/home" not in text
     assert "Validation data: `held.arrow`, `held.arrow`." in text
+
+
+def test_a_card_hides_that_older_transformers_know_no_such_positions():
+    rope = dict(rope_type="default", rope_theta=1e4)
+    layers = dict(full_attention=rope, sliding_attention=rope | dict(rope_type="linear", factor=2.0))
+    assert "transformers 5" in describe_readers(Gemma3TextConfig(rope_parameters=layers))
+    assert describe_readers(Gemma3TextConfig()) == ""
 
 
 def test_the_usage_in_a_card_runs(pushed, monkeypatch, capsys):

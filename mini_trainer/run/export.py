@@ -4,7 +4,7 @@ import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from mini_trainer.data.stores import disk
 from mini_trainer.data.stores.contents import FORMAT, write_manifest
-from mini_trainer.data.stores.model_files import GENERATION, INDEX, WEIGHTS
+from mini_trainer.data.stores.model_files import CONFIG, GENERATION, INDEX, WEIGHTS
+from mini_trainer.data.stores.older_keys import rewrite_config, save_tokenizer
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import show_progress, without_library_bars
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import Method
+from mini_trainer.model.stored_tensors import StoredFiles
 from mini_trainer.model.weights import NOT_PLANNABLE, WeightGroup, list_left_out
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import is_multimodal, text_config
@@ -42,10 +44,17 @@ class WeightStream:
     """
 
     def __init__(
-        self, shell: PreTrainedModel, shapes: dict[str, Tensor], directory: Path, pool: WritePool, *, max_bytes: int
+        self,
+        shell: PreTrainedModel,
+        shapes: dict[str, Tensor],
+        directory: Path,
+        pool: WritePool,
+        *,
+        max_bytes: int,
+        source_names: Collection[str] = (),
     ):
-        """`shell` and `shapes` are on the meta device."""
-        self.shell, self.conversions = shell, list_conversions(shell)
+        """`shell` and `shapes` are on the meta device; `source_names` are those in the base model's files."""
+        self.shell, self.conversions = shell, list_conversions(shell, source_names)
         shell._weight_conversions = self.conversions or None  # or transformers lists them again for every tensor
         ignored = shell._keys_to_ignore_on_save or ()
         shapes = {name: shape for name, shape in shapes.items() if name not in ignored}
@@ -148,12 +157,16 @@ def find_targets(model: PreTrainedModel, names: list[str]) -> dict[str, str]:
     return {name: rename_source_key(name, [], converters, reverse=True)[0] for name in names}
 
 
-def list_conversions(model: PreTrainedModel) -> list[Any]:
-    """The conversions that `revert_weight_conversion` reverts for a model that was made from a config."""
+def list_conversions(model: PreTrainedModel, source_names: Collection[str] = ()) -> list[Any]:
+    """The conversions to revert for a model that was made from a config: those of prefixes, as transformers does, only
+    if loading the stored names of its base model applied them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     found = get_model_conversion_mapping(model, add_legacy=False)
-    return [each for each in found if type(each).__name__ != "PrefixChange"]  # which only a loaded model reverts
+    return [
+        each for each in found
+        if type(each).__name__ != "PrefixChange" or any(each.rename_source_key(name)[1] for name in source_names)
+    ]  # fmt: skip
 
 
 if TYPE_CHECKING:
@@ -264,7 +277,11 @@ class ExportWriter:
             if shapes:  # otherwise the method writes everything
                 with without_library_bars():
                     shell.save_pretrained(self.aside, state_dict={})
-                self.stream = WeightStream(shell, shapes, self.aside, self.pool, max_bytes=MAX_SHARD_BYTES)
+                rewrite_config(self.aside / CONFIG, shell.config)
+                names = StoredFiles(Path(parts.source.directory)).find()
+                self.stream = WeightStream(
+                    shell, shapes, self.aside, self.pool, max_bytes=MAX_SHARD_BYTES, source_names=names
+                )
             if shell.can_generate():
                 self.write_generation_config(text_config(shell.config).vocab_size)
         return [] if self.stream is None else self.stream.sort(groups)
@@ -292,7 +309,7 @@ class ExportWriter:
         with self.describing_errors():
             if self.stream is not None:
                 self.stream.finish()
-            parts.tokenizer.save_pretrained(aside)
+            save_tokenizer(parts.tokenizer, aside)
             if self.left_out:
                 from mini_trainer.run.export_left_out import add_tensors
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from mini_trainer.data.stores.model_files import CARD_FILE, name_model
+from mini_trainer.data.stores.older_keys import add_older_keys
 from mini_trainer.data.tokenized.by_row import sum_values
 from mini_trainer.data.tokenized.mixture import name_sources
 from mini_trainer.distributed.messages import hide_secrets
@@ -92,7 +93,7 @@ def make_card(inputs: RunInputs, position: RunPosition) -> str:
         data="\n".join(describe_data(inputs, params)),
         losses=describe_losses(steps, measured),
         options=table(("option", "value"), list_options(values)),
-        versions=table(("", ""), list(params["versions"].items())),
+        versions=table(("", ""), list(params["versions"].items())) + describe_readers(inputs.config),
     )
     return hide_secrets(f"{card}\n")
 
@@ -194,6 +195,13 @@ def name_validation_data(values: Mapping[str, Any]) -> list[str]:
     """Names of the sets that the run validates on, by its options."""
     paths = list_validation_data(values["validation_data_path"], values["data_path"])
     return list(map(shorten_paths, name_sources(list(map(Path, paths)))))
+
+
+def describe_readers(config: PreTrainedConfig) -> str:
+    """A note for a model whose positions no older transformers can read; otherwise empty."""
+    if add_older_keys(config.to_dict()):
+        return ""
+    return "\n\nNeeds transformers 5: versions before it know no such positions, and would answer otherwise."
 
 
 def describe_losses(steps: list[dict[str, Any]], measured: dict[str, float]) -> str:

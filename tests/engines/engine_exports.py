@@ -6,10 +6,12 @@ from pathlib import Path
 from forked import run_forked
 from make_tiny_model import train_tokenizer
 from processes import flags
+from safetensors.torch import load_file, save_file
 from tiny_data import write_jsonl
 from tiny_models import save_moved
 from tiny_vision import make_image, save_vision_model
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -22,25 +24,40 @@ from transformers import (
     set_seed,
 )
 
+from mini_trainer.data.stores.older_keys import rewrite_config
+
 # Heads of 32 numbers: vLLM's attention on the CPU has no smaller ones. Rows of 64 and 96: whole blocks of q8_0.
 SHAPE = dict(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32, max_position_embeddings=512, bos_token_id=None, eos_token_id=2, pad_token_id=0,
     initializer_range=0.2,
 )  # fmt: skip
+# Short contexts to scale from, so that a reader that misses a base or a scaling answers otherwise at once.
+LLAMA3 = dict(rope_type="llama3", rope_theta=7e3, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=32)  # fmt: skip
+YARN = dict(rope_type="yarn", rope_theta=2e3, factor=4.0, original_max_position_embeddings=32)
+LINEAR = dict(rope_type="linear", rope_theta=3e3, factor=2.0)
+PLAIN = dict(rope_type="default", rope_theta=3e2)
+GEMMA = dict(full_attention=LINEAR, sliding_attention=PLAIN)
 FAMILIES: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE),
-    "mistral": MistralConfig(**SHAPE),
-    "qwen2": Qwen2Config(**{key: value for key, value in SHAPE.items() if key != "head_dim"}),
-    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
-    "gemma3": Gemma3TextConfig(**SHAPE | dict(num_hidden_layers=6, query_pre_attn_scalar=32), sliding_window=32),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+    "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "mistral": MistralConfig(**SHAPE, rope_parameters=PLAIN),
+    "qwen2": Qwen2Config(**{key: value for key, value in SHAPE.items() if key != "head_dim"}, rope_parameters=YARN),
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True, rope_parameters=LINEAR),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE | dict(num_hidden_layers=6, query_pre_attn_scalar=32), sliding_window=32, rope_parameters=GEMMA
     ),
-    "smollm3": SmolLM3Config(**SHAPE | dict(num_hidden_layers=4), no_rope_layer_interval=4),
-}
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
+        rope_parameters=PLAIN,
+    ),
+    "smollm3": SmolLM3Config(
+        **SHAPE | dict(num_hidden_layers=4), no_rope_layer_interval=4, rope_parameters=PLAIN
+    ),
+}  # fmt: skip
 COUNTING = "one two three four five six seven eight nine ten eleven twelve"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+PUBLISHED = "vision_tower.vision_model."
 RANKS = (4, 16, 64)
 
 
@@ -82,6 +99,7 @@ class Exports:
         if not path.is_dir():
             set_seed(0)
             save_moved(AutoModelForCausalLM.from_config(FAMILIES[family]), path)
+            rewrite_config(path / "config.json", FAMILIES[family])  # as a published model has them
             train_tokenizer([COUNTING] * 9, vocab_size=300).save_pretrained(path)
         return path
 
@@ -129,8 +147,18 @@ class Exports:
         raise ValueError(f"{kind}: is no kind of export")
 
     def see(self) -> Path:
+        """A model that sees, with the names that published ones have."""
         path = self.folder / "llava"
-        return path if path.is_dir() else save_vision_model(self.folder, "llava")
+        file = path / "model.safetensors"
+        if not path.is_dir():
+            save_vision_model(self.folder, "llava")
+            rewrite_config(path / "config.json", AutoConfig.from_pretrained(path))
+            tensors = load_file(file).items()
+            published = {
+                name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in tensors
+            }
+            save_file(published, file, metadata={"format": "pt"})
+        return path
 
     @cached_property
     def pictures(self) -> Path:

@@ -1,5 +1,6 @@
 """What an engine answers, beside transformers; the table of all comparisons."""
 
+import importlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 NUM_TOKENS = 16  # of each answer
 # Largest difference of a token's log-probability, and share of tokens that must be equal.
@@ -67,6 +69,38 @@ def score(model: Path, rows: Sequence[Any]) -> torch.Tensor:
         for row in rows
     ]  # fmt: skip
     return torch.cat([net(**one).logits for one in made])
+
+
+@torch.no_grad()
+def describe_pictures(model: Path, chats: Sequence[list], pictures: Sequence[str]) -> list[list[int]]:
+    """Greedy answers of transformers to chats about one image each, by token ids."""
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(model)
+    net = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    answers = []
+    for chat, picture in zip(chats, pictures, strict=True):
+        text = processor.apply_chat_template(chat, add_generation_prompt=True)
+        given = processor(text=text, images=Image.open(picture), return_tensors="pt")
+        made = net.generate(**given, do_sample=False, max_new_tokens=NUM_TOKENS)
+        answers.append(made[0, given["input_ids"].shape[1] :].tolist())
+    return answers
+
+
+def list_frequencies(values: dict[str, Any]) -> list[list[float]]:
+    """Rotary frequencies and scale of a config as JSON, by the rotary modules of its model; none if it is unknown."""
+    model_type = values["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        return []
+    config = CONFIG_MAPPING[model_type].from_dict(dict(values))
+    module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    found = []
+    for name, kind in vars(module).items():
+        if name.endswith("RotaryEmbedding") and kind.__module__ == module.__name__ and "Vision" not in name:
+            rotary = kind(config=config)
+            found.append([*rotary.inv_freq.double().tolist(), rotary.attention_scaling])
+    return found
 
 
 def decode(model: Path, said: list[Said]) -> list[str]:

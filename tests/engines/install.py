@@ -1,4 +1,4 @@
-"""Installs the environments of vLLM and llama.cpp into a folder, and SmolLM2; finished ones are kept.
+"""Installs the environments of vLLM, llama.cpp and transformers 4 into a folder, and SmolLM2; keeps finished ones.
 
     python tests/engines/install.py FOLDER
 
@@ -14,7 +14,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-VLLM, LLAMA_CPP, SMOLLM2 = "0.32.0", "0.3.36", "0.1.2"
+VLLM, LLAMA_CPP, TRANSFORMERS_4, SMOLLM2 = "0.32.0", "0.3.36", "4.57.6", "0.1.2"
 # The index's builds of these are for a torch with CUDA, and fail to import beside the one for CPUs.
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 # What this program needs beside vLLM's own packages.
@@ -24,7 +24,10 @@ ANY_CPU = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON"
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, make in {"vllm": make_vllm, "llama_cpp": make_llama_cpp, "smollm2": make_smollm2}.items():
+    makers = {
+        "vllm": make_vllm, "llama_cpp": make_llama_cpp, "transformers_4": make_transformers_4, "smollm2": make_smollm2
+    }  # fmt: skip
+    for name, make in makers.items():
         done = folder / f"{name}.done"
         if not done.exists():
             print(f"{name} ...", flush=True)
@@ -76,6 +79,10 @@ def make_llama_cpp(path: Path) -> None:
     pip(python, "install", archive, env={"CMAKE_ARGS": f"-DLLAVA_BUILD=OFF {ANY_CPU}"})
     with tarfile.open(archive) as file:
         file.extractall(source, filter="data")
+
+
+def make_transformers_4(path: Path) -> None:
+    pip(make_environment(path), "install", "torch==2.13.0", f"transformers=={TRANSFORMERS_4}", "peft", "pillow")
 
 
 def make_smollm2(path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mini_trainer.data.stores.model_files import GENERATION
+from mini_trainer.data.stores.older_keys import save_tokenizer
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.fingerprints import fingerprint_model
@@ -188,7 +189,7 @@ class LoRA(Method):
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.writes_adapter and self.merges:
             merged, directory = directory, directory / "adapter"
-            tokenizer.save_pretrained(directory)
+            save_tokenizer(tokenizer, directory)
             if (merged / GENERATION).is_file():
                 shutil.copyfile(merged / GENERATION, directory / GENERATION)
         if self.writes_adapter:
