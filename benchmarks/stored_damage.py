@@ -85,9 +85,9 @@ READERS: dict[str, tuple[str, ...]] = {
     "train on rows": (*TRAIN, "2", *MODEL, "--input-file", "rows.jsonl", "--data-cache-dir", "rows",
                       "--output-dir", "new"),
     "join": ("process-data", "--input-file", "rows.jsonl", "--output-file", "joined.arrow", "--model-name-or-path",
-             "model", "--join"),
+             "model", "--shard", "2/2"),
 }  # fmt: skip
-PART, COPIES = "joined.arrow.parts/part_", "home/.cache/mini_trainer/data/converted/*"
+PART, COPIES = ".arrow.parts/part_1_of_2", "home/.cache/mini_trainer/data/converted/*"
 STORED = [
     *(Stored("data set", "data.arrow", reader, "old.arrow")
       for reader in ("train", "evaluate", "score-data", "verify")),
@@ -101,7 +101,7 @@ STORED = [
     *(Stored(f"tokenized rows: {name}", f"rows/*/{name}", "train on rows", older)
       for name, older in (("rows.arrow", "old.arrow"), ("rows.arrow.meta.json", "old.arrow.meta.json"),
                           ("made.json", None))),
-    *(Stored(f"a part's {name}", f"{PART}1_of_2.{name}", "join", f"{PART}2_of_2.{name}")
+    *(Stored(f"a part's {name}", f"joined{PART}.{name}", "join", f"other{PART}.{name}")
       for name in ("rows", "meta.json")),
     *(Stored(f"a run's {name}", f"run/{name}", "resume", f"older/{name}" if name != ".lock" else None)
       for name in ("training_params.json", "training_metrics_0.jsonl", "exit.json", ".lock")),
@@ -185,8 +185,8 @@ def make_all(root: Path) -> None:
     for reader in ("train on lines", "train on Parquet", "train on rows"):
         shutil.rmtree(root / "new")
         expect(root, *READERS[reader])
-    for i in (1, 2):
-        words = ("process-data", "--input-file", "rows.jsonl", "--output-file", "joined.arrow", "--shard", f"{i}/2")
+    for name, output in (("rows", "joined"), ("old", "other")):
+        words = ("process-data", "--input-file", f"{name}.jsonl", "--output-file", f"{output}.arrow", "--shard", "1/2")
         expect(root, *words, *on)
     for name in ("data", "old"):
         expect(root, "score-data", *MODEL, "--data-path", f"{name}.arrow", "--top-k", "4")
@@ -229,14 +229,14 @@ def damage(made: Path, stored: Stored, how: str, work: Path, expected: dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="part of a stored thing's name")
+    parser.add_argument("--only", default=[""], nargs="*", help="parts of stored things' names")
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "made"
         made.mkdir()
         make_all(made)
-        chosen = [stored for stored in STORED if args.only in stored.name]
+        chosen = [stored for stored in STORED if any(part in stored.name for part in args.only)]
         results = {}
         for reader in {stored.reader for stored in chosen}:
             shutil.copytree(made, work := Path(folder) / "whole", symlinks=True)

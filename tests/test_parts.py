@@ -48,8 +48,9 @@ from mini_trainer.options import replace_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.reading import hash_file
-from mini_trainer.options.tools import ProcessDataOptions
+from mini_trainer.options.tools import ProcessDataOptions, VerifyOptions
 from mini_trainer.process_data import process_data
+from mini_trainer.tools.verify import verify
 
 MODEL = "tokenizer"
 COUNT = 3
@@ -238,6 +239,16 @@ def test_damaged_parts_are_refused_and_made_again_alone(made, tmp_path, capsys):
     assert "part 2/3: already" in capsys.readouterr().out
     process_data(replace_options(made, shard="3/3"))
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.arrow", "out.arrow.meta.json"]
+
+
+def test_verify_looks_for_the_rows_of_a_part_elsewhere(made, tmp_path, capsys):
+    verify(VerifyOptions(path=(str(tmp_path),)))
+    assert capsys.readouterr().out.count("ok ") == 2
+    third = Part(name_directory(tmp_path / "out.arrow"), 3, COUNT)
+    third.rows.write_bytes(third.rows.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="1 damaged"):
+        verify(VerifyOptions(path=(str(tmp_path),)))
+    assert f"DAMAGED {third.rows}: " in capsys.readouterr().out
 
 
 class Harmful:

@@ -16,11 +16,13 @@ from mini_trainer.options.tools import VerifyOptions
 if __name__ == "__main__":
     options = parse_options(VerifyOptions)  # before the slow imports: --help and typos answer at once
 
+from mini_trainer.data.rows.parts import MANIFEST as PART
 from mini_trainer.data.stores import contents
 from mini_trainer.data.stores.disk import is_link_beside
 from mini_trainer.data.tokenized.reader import find_recorded_file, read_sidecar
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say
+from mini_trainer.options.reading import read_object
 
 SCORES, SIDECAR = ".scores.json", ".meta.json"
 # Files without which an export cannot be loaded, listed or not; an adapter's has its own config.
@@ -72,6 +74,8 @@ def name_verified(record: Path) -> Path:
     """The file or directory whose hashes are in `record`."""
     if record.name == contents.MANIFEST:
         return record.parent
+    if PART.fullmatch(record.name):
+        return record.with_name(record.name.replace(SIDECAR, ".rows"))
     return record.with_name(record.name.removesuffix(SIDECAR).removesuffix(".json"))
 
 
@@ -81,7 +85,10 @@ def check_record(record: Path) -> Iterator[str]:
         if record.name == contents.MANIFEST:
             yield from check_directory(record.parent)
             return
-        sidecar = read_sidecar(name_verified(record)) if record.name.endswith(SIDECAR) else read_scores(record)
+        if PART.fullmatch(record.name):
+            sidecar = read_object(record)
+        else:
+            sidecar = read_sidecar(name_verified(record)) if record.name.endswith(SIDECAR) else read_scores(record)
         recorded = find_recorded_file(sidecar)
         if contents.is_edited(sidecar):
             say(f"edited: {record}")
