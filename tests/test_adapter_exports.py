@@ -23,15 +23,27 @@ from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_c
 from tiny_data import make_samples, read_lines, write_counting_chats, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tiny_pairs import write_pairs
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from tiny_vision import save_vision_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from vllm_standin import install_vllm
 
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.generate import generate
+from mini_trainer.model.build import make_meta_model
+from mini_trainer.model.config import ModelSource
+from mini_trainer.model.method import Full
 from mini_trainer.model.scoring.score_files import ScoreFile
-from mini_trainer.options import group_options
+from mini_trainer.objectives.families.text import TextFamily
+from mini_trainer.objectives.families.vision import VisionLanguageFamily
+from mini_trainer.options import ComputeOptions, group_options
 from mini_trainer.options.tools import GenerateOptions, MergeAdapterOptions
 from mini_trainer.tools.merge_adapter import merge_adapter
 
@@ -357,6 +369,39 @@ def test_embeddings_of_added_tokens_train_beside_an_adapter_without_them(family,
     torch.testing.assert_close(logits_of(grown)[..., : VOCAB_SIZE + 2], logits_of(merged), rtol=1e-5, atol=1e-5)
     rows = grown.get_input_embeddings().weight
     torch.testing.assert_close(rows[VOCAB_SIZE + 2 :], rows[: VOCAB_SIZE + 2].mean(0).expand(3, -1))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's
+@pytest.mark.parametrize("options", [{}, dict(base_quantization="nf4"), dict(lora=None)])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the second one's embedding and head are tied
+def test_added_tokens_that_fit_into_spare_rows_stay_as_they_were(family, options, world, tmp_path, caplog):
+    model = save_tokenizer(save_model(FAMILIES[family], tmp_path / "model"))
+    num_known = len(AutoTokenizer.from_pretrained(model))
+    inputs = add_tokens(tmp_path / "data", model, -2)
+    new = slice(num_known, VOCAB_SIZE - 2)
+    stored = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    tables = []
+    caplog.set_level("INFO")
+    for rate in (0.0, 2e-2):
+        given = dict(lora=True, lora_rank=4, lora_alpha=8) | options | dict(learning_rate=rate)
+        export = train_on_adapter(world, tmp_path / f"run_{rate}", **inputs, **given)
+        loaded = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+        tables += [loaded.get_input_embeddings().weight, loaded.get_output_embeddings().weight]
+    begun, _, trained, head = tables
+    assert len(trained) == len(stored) == VOCAB_SIZE
+    assert "they begin as the mean of the others" in caplog.text
+    torch.testing.assert_close(begun[:num_known], stored[:num_known])
+    torch.testing.assert_close(begun[new], stored[:num_known].mean(0).expand_as(begun[new]))
+    assert not torch.equal(trained[new], begun[new]) and not torch.equal(head[new], begun[new])
+
+
+def test_added_tokens_are_trained_with_frozen_embeddings(world, tmp_path):
+    path = save_vision_model(tmp_path, "llava")
+    config = AutoConfig.from_pretrained(path)
+    family = VisionLanguageFamily(TextFamily(), freeze=("language",))
+    source = ModelSource(str(path), config, new_tokens=(280,))
+    with pytest.raises(ValueError, match=r"^--freeze language: .* 1 tokens .*remove the option"):
+        make_meta_model(source, ComputeOptions(), family=family, method=Full(), device=world.device)
 
 
 def test_what_an_adapter_has_to_hold_is_missed(world, tmp_path):

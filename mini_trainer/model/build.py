@@ -92,6 +92,11 @@ def make_meta_model(
         model = family.make_model(source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
     model.to("meta")  # for parameters created in a way that ignores the default device (DiffLlama)
     left_out = family.leave_out(model)
+    if source.new_tokens and not model.get_input_embeddings().weight.requires_grad:
+        raise ValueError(
+            f"--freeze language: the data has {len(source.new_tokens)} tokens that the model does not have, whose"
+            " embeddings would stay as they begin: remove the option, or tokenize the data without adding tokens"
+        )
     backend = apply_attention(model, compute.attention, device=device, dtype=compute_dtype)
     blocks = find_blocks(model)
     switch = KernelSwitch()

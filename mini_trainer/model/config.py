@@ -23,6 +23,7 @@ class ModelSource:
     config: PreTrainedConfig
     trust_remote_code: bool = False
     name: str = ""  # as given by the user
+    new_tokens: tuple[int, ...] = ()  # ids of the tokens of the data that its own tokenizer does not have
 
     def describe(self) -> dict[str, str | None]:
         """Its public name and revision: an absolute path, or a hub repository and a commit."""
@@ -91,8 +92,9 @@ def choose_tokenizer(
     vocab_size: int,
     vocabulary_multiple: int,
     trust_remote_code: bool,
-) -> tuple[PreTrainedTokenizerBase, int]:
-    """Returns the tokenizer that made the data, and the number of embeddings that the model needs for it.
+) -> tuple[PreTrainedTokenizerBase, int, tuple[int, ...]]:
+    """Returns the tokenizer that made the data, the number of embeddings that the model needs for it, and the ids of
+    the tokens that the model's own tokenizer does not have.
 
     `sidecars`: those of all data sets, by path. The tokenizer is the model's, or an extension of it saved next to the
     data; ValueError if it is any other, or differs between data sets. Every export contains it. Embeddings grow to a
@@ -104,7 +106,7 @@ def choose_tokenizer(
         log.warning(f"warning: no {path}.meta.json: cannot check whether this tokenizer made the data")
     known = {path: sidecar for path, sidecar in sidecars.items() if sidecar is not None}
     if not known:
-        return tokenizer, vocab_size
+        return tokenizer, vocab_size, ()
     data_path, sidecar = next(iter(known.items()))
     if sidecar.get("tokenizer_dir") is not None:
         tokenizer_dir = data_path.parent / sidecar["tokenizer_dir"]
@@ -115,12 +117,16 @@ def choose_tokenizer(
             )
         check_model_dir(tokenizer_dir, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code)
+    new_tokens = {text: i for text, i in tokenizer.get_vocab().items() if text not in model_tokenizer.get_vocab()}
+    if new_tokens:
+        rows = f"{vocab_size:,} rows"
         if len(tokenizer) > vocab_size:
-            grown = -(-len(tokenizer) // vocabulary_multiple) * vocabulary_multiple
-            log.info(
-                f"vocabulary: {vocab_size} rows grow to {grown} for {len(tokenizer)} tokens; new ones are the mean"
-            )
-            vocab_size = grown
+            vocab_size = -(-len(tokenizer) // vocabulary_multiple) * vocabulary_multiple
+            rows += f" grow to {vocab_size:,}"
+        log.info(
+            f"vocabulary: {rows}; {len(new_tokens)} are for tokens that the model does not have, such as"
+            f" {min(new_tokens, key=new_tokens.get)}: they begin as the mean of the others, and train"
+        )
     # It must match the sidecar, and the model needs an embedding for every token.
     extends = model_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
     if not extends or sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(tokenizer):
@@ -138,7 +144,7 @@ def choose_tokenizer(
             raise ValueError(
                 f"{path} contains token id {other['max_token_id']}, but the model's embedding has {vocab_size} rows"
             )
-    return tokenizer, vocab_size
+    return tokenizer, vocab_size, tuple(sorted(new_tokens.values()))
 
 
 def check_rope(config: PreTrainedConfig, *, longest: int) -> None:

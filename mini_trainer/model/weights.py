@@ -51,8 +51,8 @@ NOT_PLANNABLE = (ImportError, AttributeError, TypeError, KeyError, RuntimeError)
 def read_weights(source: ModelSource, family: Family) -> dict[str, Reader]:
     """Returns a function by name that reads each parameter and buffer; for tied parameters, only the source's.
 
-    If the files hold fewer embeddings (and rows of the head) than the config's vocab_size, the new ones are the mean of
-    the old. ValueError if the weights do not match the config.
+    Embeddings (and rows of the head) of new tokens, and those that the config has beyond the files', are the mean of
+    the others. ValueError if the weights do not match the config.
     """
     model_dir = source.directory
     try:
@@ -96,8 +96,8 @@ def read_weights(source: ModelSource, family: Family) -> dict[str, Reader]:
         if name in kept
     }
     vocab_size = text_config(source.config).vocab_size
-    if vocab_size > text_config(model.config).vocab_size:
-        grow_vocabulary(model, readers, vocab_size)
+    if vocab_size > text_config(model.config).vocab_size or source.new_tokens:
+        initialize_tokens(model, readers, vocab_size, source.new_tokens)
     return readers
 
 
@@ -340,11 +340,13 @@ def read_whole(source: ModelSource, family: Family) -> tuple[PreTrainedModel, di
     return model, {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in tensors.items()}, report
 
 
-def grow_vocabulary(model: PreTrainedModel, readers: dict[str, Reader], vocab_size: int) -> None:
-    """Adds embeddings, and rows and biases of the head, up to `vocab_size`, each the mean of the old ones."""
+def initialize_tokens(
+    model: PreTrainedModel, readers: dict[str, Reader], vocab_size: int, new_tokens: Sequence[int]
+) -> None:
+    """Sets embeddings, and rows and biases of the head, of new tokens and up to `vocab_size`, to the mean of others."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     old = text_config(model.config).vocab_size
-    if any(len(module.weight) != old for module in modules if module is not None):
+    if vocab_size > old and any(len(module.weight) != old for module in modules if module is not None):
         raise ValueError(
             f"model type {model.config.model_type!r} has more embeddings than its vocabulary of {old}, so it cannot"
             f" grow to {vocab_size}: do not add special tokens when tokenizing the data"
@@ -352,15 +354,20 @@ def grow_vocabulary(model: PreTrainedModel, readers: dict[str, Reader], vocab_si
     for prefix in [prefix for prefix, module in model.named_modules() if module in modules]:
         for name in (f"{prefix}.weight", f"{prefix}.bias"):
             if name in readers:
-                readers[name] = functools.partial(grow_rows, readers[name], vocab_size)
+                readers[name] = functools.partial(grow_rows, readers[name], vocab_size, new_tokens=new_tokens)
 
 
-def grow_rows(read: Reader, num_rows: int, *, keeps_type: bool = False) -> Tensor:
-    """Extends the rows from `read` to `num_rows` with their mean; in fp32 unless `keeps_type`."""
+def grow_rows(read: Reader, num_rows: int, *, new_tokens: Sequence[int] = (), keeps_type: bool = False) -> Tensor:
+    """Extends the rows from `read` to `num_rows`; those, and those of `new_tokens`, are the mean of the rows before.
+
+    In fp32 unless `keeps_type`.
+    """
     rows = read()
-    grown = torch.empty(num_rows, *rows.shape[1:])
+    grown = torch.empty(max(num_rows, len(rows)), *rows.shape[1:])
     grown[: len(rows)] = rows
-    grown[len(rows) :] = grown[: len(rows)].mean(dim=0)
+    mean = grown[: min(new_tokens, default=len(rows))].mean(dim=0)  # without spare rows, which no token has trained
+    grown[len(rows) :] = mean
+    grown[list(new_tokens)] = mean
     return grown.to(rows.dtype) if keeps_type else grown
 
 

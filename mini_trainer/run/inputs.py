@@ -74,6 +74,7 @@ class RunInputs:
     config: PreTrainedConfig | None = None
     generation_config: GenerationConfig | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
+    new_tokens: tuple[int, ...] = ()  # see ModelSource
     objective: Objective | None = None
     other_models: dict[str, ModelSource] = field(default_factory=dict)  # that the objective reads, by option
     teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
@@ -147,7 +148,9 @@ class RunInputs:
     @property
     def source(self) -> ModelSource:
         o = self.model_options
-        return ModelSource(self.model_dir, self.config, o.trust_remote_code, name=o.model_name_or_path)
+        return ModelSource(
+            self.model_dir, self.config, o.trust_remote_code, name=o.model_name_or_path, new_tokens=self.new_tokens
+        )
 
     def list_models(self) -> list[tuple[str, str]]:
         """Names and directories of the model and of the other models that the run reads."""

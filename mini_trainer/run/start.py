@@ -297,7 +297,7 @@ def open_model(inputs: RunInputs) -> None:
             trust_remote_code=trust,
         )
     )
-    inputs.tokenizer, vocab_size = found or (None, text_config(config).vocab_size)
+    inputs.tokenizer, vocab_size, inputs.new_tokens = found or (None, text_config(config).vocab_size, ())
     for part in (text_config(config), *([config] if hasattr(config, "vocab_size") else [])):
         part.vocab_size = vocab_size
     for mixture in mixtures:

@@ -57,7 +57,7 @@ class LoRA(Method):
         self.targets = lora_layers.TrainedModules()
         self.config: LoraConfig | None = None
         self.saved_names: dict[str, str] = {}  # of trained parameters: name in an adapter's file -> name in the model
-        self.num_added = self.num_trained = 0
+        self.num_added = self.num_trained = self.num_by_token = 0
         self.packed = ""  # name of the 4-bit layers
         self.unpacked = ""  # description of the blocks' frozen matrices that are not in 4 bits
         self.base: dict[str, str | None] = {}  # on rank 0: the adapters' base model
@@ -147,6 +147,9 @@ class LoRA(Method):
         params = list(model.parameters())
         self.num_added = sum(param.numel() for param in params) - before
         self.num_trained = sum(param.numel() for param in params if param.requires_grad)
+        by_token = (model.get_input_embeddings(), model.get_output_embeddings())
+        trained = {param for module in by_token if module is not None for param in module.parameters()}
+        self.num_by_token = sum(param.numel() for param in trained if param.requires_grad and meta.source.new_tokens)
         return layers, renamed
 
     def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
@@ -168,6 +171,10 @@ class LoRA(Method):
         in_full = f" and {', '.join(self.targets.in_full)}" if self.targets.in_full else ""
         quantized = f", the blocks' {self.packed} are in NF4{self.unpacked}" if self.is_packed else ""
         numbers = f"{self.num_trained:,} trainable parameters{quantized}"
+        if self.num_by_token:
+            numbers += (
+                f", {self.num_by_token:,} of them for added tokens ({16 * self.num_by_token / 1e9:.1f} GB in all)"
+            )
         return f"{self.title} of rank {self.config.r} on {num_layers} layers{in_full}: {numbers}"
 
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:

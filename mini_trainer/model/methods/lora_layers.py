@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.model.blocks import find_linear_layers, iterate_owners
@@ -26,7 +26,6 @@ from mini_trainer.model.methods.adapter_files import ADAPTER_CONFIG, PREFIX, che
 from mini_trainer.model.methods.nf4 import NF4Linear
 from mini_trainer.model.precision import choose_types
 from mini_trainer.model.weights import Reader, WeightGroup
-from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.options import LoRAOptions
 
 if TYPE_CHECKING:
@@ -256,15 +255,12 @@ def list_params(model: PreTrainedModel, modules: Iterable[str]) -> frozenset[str
 
 
 def list_wholes(meta: MetaModel, options: LoRAOptions) -> tuple[str, ...]:
-    """Names of the modules to train fully: requested ones, embedding and head if they have new rows, and modules that
+    """Names of the modules to train fully: requested ones, embedding and head if there are new tokens, and modules that
     the objective always trains."""
-    config = AutoConfig.from_pretrained(meta.source.directory, trust_remote_code=meta.source.trust_remote_code)
-    stored = text_config(config).vocab_size
-    grown = (meta.model.get_input_embeddings(), meta.model.get_output_embeddings())
-    names = [name for name, module in meta.model.named_modules() if module in grown]
+    by_token = (meta.model.get_input_embeddings(), meta.model.get_output_embeddings())
+    names = [name for name, module in meta.model.named_modules() if module in by_token]
     always = meta.family.find_head(meta.model)
-    has_new = text_config(meta.source.config).vocab_size > stored
-    return (*options.lora_modules_to_save, *always, *(names if has_new else ()))
+    return (*options.lora_modules_to_save, *always, *(names if meta.source.new_tokens else ()))
 
 
 def list_others(model: PreTrainedModel, chosen: list[str]) -> list[str]:
