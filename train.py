@@ -147,8 +147,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
         if due.checkpoint:
             run.save(state, position, validation=validations.describe())
         if due.export:
-            exports.write(state, position)
-        if due.stop is not None or position.step == num_steps:
+            exports.write(state, position, is_last=due.is_last)
+        if due.is_last:
             break
         step_end = time.monotonic()
     stop = run.close(exports, stop=None if due is None else due.stop)

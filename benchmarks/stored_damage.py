@@ -171,6 +171,7 @@ def make_all(root: Path) -> None:
         expect(root, *words, *(("--format", "preference") if name in ("pairs", "others") else ()))
     common = (*TRAIN, "2", *on, *DATA)
     expect(root, *common, "--output-dir", "run")
+    (root / "run" / ".lock").write_text("{}\n")  # as a killed run leaves one
     expect(root, *common, "--output-dir", "older", "--seed", "7")
     expect(root, *common, "--output-dir", "lora", "--lora")
     expect(root, *common, "--output-dir", "osft", *OSFT, "--osft-bases", "new")

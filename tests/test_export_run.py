@@ -157,6 +157,14 @@ def test_what_cannot_be_exported_is_refused(inputs, world, tmp_path):
         config.write_text(before)
 
 
+def test_where_the_model_of_a_finished_run_is_stays_unsaid(inputs, world, tmp_path):
+    run = tmp_path / "run"
+    train_here(world, **inputs | OPTIONS | METHODS["lora"] | dict(output_dir=str(run), max_steps=1))
+    shutil.rmtree(run / "checkpoints")
+    (model,) = (run / "hf_format").glob("samples_*")
+    assert export(world, run) == f"{model}: is the run's newest model; it has no checkpoint of a later step"
+
+
 def test_a_rank_stabilized_scale_that_an_older_version_recorded_is_kept():
     values = dict(model_name_or_path="m", output_dir="o", lora=True, lora_rank=4)
     recorded = flatten_options(group_options(TrainOptions, **values)) | {"lora_use_rslora": True, "warmup_ratio": 0.1}

@@ -1,33 +1,23 @@
 """--preset: values for what is not given; and that a sanity run goes through everything there is to train."""
 
 import json
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
-import torch
 from breadth import long, wide
 from in_process import train_here
 from refusals import refuse
 from small_runs import make_inputs
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_classifier, write_classified
-from tiny_models import FAMILIES, load_source, save_model, save_tokenizer
+from tiny_models import FAMILIES, save_model, save_tokenizer
 from tiny_pairs import write_pairs
 from tiny_vision import make_rows, save_vision_model, tokenize
 
-from mini_trainer.distributed.ending import RunError
-from mini_trainer.model.config import load_generation_config
-from mini_trainer.model.method import Full
-from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import LossSums, PackedModel
 from mini_trainer.options import PRESETS, RowOptions, TrainOptions, flatten_options, group_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.option_files import describe_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.problems.training import complete_rows
-from mini_trainer.run.export import ExportParts
-from mini_trainer.run.exports import check_export
 from mini_trainer.tools.sweep.settings import read_train
 
 NEEDED = ["--model-name-or-path", "m", "--data-path", "d.arrow", "--output-dir", "o"]
@@ -191,48 +181,6 @@ def test_a_sanity_run_of_everything_there_is(data_of, method, world, tmp_path, c
     assert [json.loads(row)["step"] for row in validations] == [0, 2]
     assert [path.name for path in (output_dir / "hf_format").glob("*samples_*")] == ["samples_10"]
     assert "samples_10: loaded back" in caplog.text
-
-
-def test_an_export_that_computes_something_else_or_is_damaged_is_refused(world, tmp_path):
-    """The export of another seed stands for one that was written wrongly."""
-    good = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path / "good"))
-    wrong = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path / "wrong", seed=1))
-    source, objective = load_source(good), CausalLM()
-    model, _ = objective.family.load_model(str(good), dtype=torch.float32, trust_remote_code=False)
-    trained = PackedModel(model, objective, backend="eager", compute_dtype=torch.float32)
-    generation = load_generation_config(str(good), source.config)
-    parts = ExportParts(objective.family, Full(), generation, None, torch.float32, source)
-
-    def check(export: Path) -> None:
-        with torch.no_grad():
-            check_export(TrainedModel(trained), export, parts, objective=objective, world=world)
-
-    check(good)
-    with pytest.raises(RunError, match=r"--check-export: .*wrong, .* loss of \d"):
-        check(wrong)
-    (wrong / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(RunError, match=r"--check-export: .*wrong cannot "):
-        check(wrong)
-
-
-class TrainedModel(torch.nn.Module):
-    """A model in float32 whose loss over a packed row is that of its sequences, one at a time."""
-
-    def __init__(self, packed: torch.nn.Module):
-        super().__init__()
-        self.packed, self.model, self.placed_weights = packed, packed.model, None
-        self.compute_dtype = torch.float32
-
-    def forward(self, micro_batch) -> LossSums:
-        return LossSums(sum(self.packed.reference(part)[1] for part in split_row(micro_batch)))
-
-
-def split_row(micro_batch) -> list:
-    """A micro-batch for each of a packed row's sequences."""
-    bounds = micro_batch.row.cu_seqlens.tolist()
-    ids = [micro_batch.row.input_ids[0, start:end].numpy() for start, end in pairwise(bounds)]
-    objective = CausalLM()
-    return [objective.pack([objective.make_check_sample(part)]) for part in ids]
 
 
 def test_an_objective_implies_the_format_of_its_rows():

@@ -373,7 +373,7 @@ class TrainingArgs:
     """URL (s3:// or gs://) below which each export is copied to its own directory, in the background
     (docs/tasks/tracking.md)."""
     check_export: bool | Given = ...
-    """Load each export back as a user would, and end the run if its loss differs from the trained model's."""
+    """Load each export back as a user would, and end the run if it answers otherwise than the trained model."""
     track: Literal['wandb', 'tensorboard', 'mlflow'] | tuple[Literal['wandb', 'tensorboard', 'mlflow'], ...] | list[Literal['wandb', 'tensorboard', 'mlflow']] | Given = ...
     """Experiment trackers that receive all metrics (pip install wandb, and so on). Each reads its own environment
     variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI."""

@@ -76,7 +76,7 @@ class ExportOptions:
     """URL (s3:// or gs://) below which each export is copied to its own directory, in the background
     (docs/tasks/tracking.md)."""
     check_export: bool = False
-    """Load each export back as a user would, and end the run if its loss differs from the trained model's."""
+    """Load each export back as a user would, and end the run if it answers otherwise than the trained model."""
 
     @property
     def on_the_way(self) -> bool:

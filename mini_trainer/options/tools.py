@@ -316,12 +316,15 @@ class ImportConfigOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Compare stored files to the hashes recorded when they were written."""
+    """Compare stored files to the hashes recorded when they were written, or a reader's answers to the trainer's."""
 
     takes_words: ClassVar = True  # its required option has no flag
 
     path: tuple[str, ...]
     """Data sets, scores, exports, checkpoints, runs, or directories that contain any of these."""
+    against: str | None = None
+    """Compares what the run recorded that an export answers with what transformers, vllm, llama.cpp, a file made of it
+    (.gguf) or a server (http://HOST:PORT/v1) answers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ class Due:
     checkpoint: bool
     export: bool
     stop: tuple[ExitCode, str] | None  # exit code and reason; None: the run continues, or has ended
+    is_last: bool  # no step follows
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Calendar:
             export=is_export_due(position, self.exports, epoch_length=length, is_last=is_last)
             or bool(flags & Flag.EXPORT_DUE),
             stop=stop,
+            is_last=is_last or stop is not None,
         )
 
 

@@ -1,29 +1,27 @@
 """A run's exports: finding, writing, checking, removing old ones, and uploading.
 
-With --check-export one is loaded back, as a user would, and its loss compared with the trained model's.
+With --check-export each is loaded back, as a user would, and compared with the trained model.
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from mini_trainer.data.stores.disk import link_beside, remove_directory
 from mini_trainer.data.stores.model_files import CARD_FILE
-from mini_trainer.distributed.devices import DTYPES, run_eagerly
+from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
-from mini_trainer.model.check import draw_sequences
-from mini_trainer.model.sharding import reshard
-from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import ExportOptions, HubOptions
 from mini_trainer.run.due import Calendar
 from mini_trainer.run.export import ExportParts, export_model
+from mini_trainer.run.export_check import CHECK_FILE, ask, compare, record_answers
 from mini_trainer.run.file_names import AVERAGE, BEST, EXPORTS_DIR, LATEST, REGULAR
 from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.model_card import make_card
@@ -88,8 +86,13 @@ class Exports:
     def path_of(self, position: RunPosition) -> Path:
         return self.directory / f"samples_{position.num_samples}"
 
-    def write(self, state: TrainState, position: RunPosition, *, best: dict[str, Any] | None = None) -> None:
-        """Exports the model at `position`; as the best model if `best`, its validation metrics, is given."""
+    def write(
+        self, state: TrainState, position: RunPosition, *, best: dict[str, Any] | None = None, is_last: bool = True
+    ) -> None:
+        """Exports the model at `position`; as the best model if `best`, its validation metrics, is given.
+
+        What it answers is recorded for the best and the last one, and for any to be checked.
+        """
         call_on_rank0(self.world, self.control.check_directory)
         inputs = self.inputs
         notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}
@@ -110,11 +113,12 @@ class Exports:
             notes,
             self.begun,
         )
+        records = is_last or best is not None or self.options.check_export
         with self.control.slow(f"the export after step {position.step}"):
             if has_average:  # first, since the export next to it marks both as complete
                 with average.in_place():
-                    self._write(state, average_dir, parts)
-            self._write(state, export_dir, parts)
+                    self._write(state, average_dir, parts, records=records)
+            self._write(state, export_dir, parts, records=records)
             if best is None:
                 call_on_rank0(self.world, lambda: self.link(export_dir))
             call_on_rank0(self.world, lambda: self.remove_old(position))
@@ -124,10 +128,12 @@ class Exports:
                 uploads.add(average_dir, kind=AVERAGE, message=message)
             uploads.add(export_dir, kind=REGULAR if best is None else BEST, message=message)
 
-    def _write(self, state: TrainState, export_dir: Path, parts: ExportParts) -> None:
-        export_model(state.model, export_dir, parts, world=self.world)
+    def _write(self, state: TrainState, export_dir: Path, parts: ExportParts, *, records: bool) -> None:
+        recorded = record_answers(state.model, parts, world=self.world) if records else {}
+        notes = {CHECK_FILE: json.dumps(recorded) + "\n"} if records else {}
+        export_model(state.model, export_dir, replace(parts, notes=parts.notes | notes), world=self.world)
         if self.options.check_export:
-            check_export(state.model, export_dir, parts, objective=self.inputs.objective, world=self.world)
+            call_on_rank0(self.world, lambda: check_export(export_dir, parts, recorded))
         self.log.write_export(export_dir)
 
     def remove_old(self, position: RunPosition) -> None:
@@ -159,39 +165,13 @@ def list_numbers(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-# Allowed difference of the losses, relative to the loss: weights are rounded when exported.
-TOLERANCE_EXACT, TOLERANCE_ROUNDED = 1e-4, 3e-2
-
-
-@torch.no_grad()
-@run_eagerly()
-def check_export(
-    packed_model: PackedModel, export_dir: Path, parts: ExportParts, *, objective: Objective, world: World
-) -> None:
-    """Loads the export on rank 0's CPU. ValueError on every rank if that fails, or if its loss over three short random
-    sequences differs from the trained model's. All ranks call this."""
-    sequences = draw_sequences(packed_model.model, np.random.default_rng(1))
-    samples = [objective.make_check_sample(ids) for ids in sequences]
-    packed_model.eval()
-    trained_loss = packed_model(objective.pack(samples).to(world.device)).total.item()
-    reshard(packed_model)
-    packed_model.train()
-
-    def compare() -> None:
-        try:
-            model = parts.method.load_export(export_dir, parts.source, parts.family)
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:  # from transformers and peft
-            raise ValueError(f"--check-export: {export_dir} cannot be loaded back: {error}") from None
-        exported = PackedModel(model, objective, backend="eager", compute_dtype=torch.float32)
-        loss = sum(exported.eval().reference(objective.pack([sample]))[1].item() for sample in samples)
-        is_exact = parts.dtype == packed_model.compute_dtype == torch.float32
-        rounding = TOLERANCE_EXACT if is_exact else TOLERANCE_ROUNDED
-        allowed = max(rounding, parts.method.export_error) * max(abs(trained_loss), 1.0)
-        if not abs(loss - trained_loss) <= allowed:
-            raise ValueError(
-                f"--check-export: {export_dir}, loaded back, has a loss of {loss:.6f} over {len(samples)} sequences,"
-                f" but the trained model has {trained_loss:.6f} (allowed difference: {allowed:.1e}); do not use it"
-            )
-        log.info(f"export {export_dir.name}: loaded back, its loss matches the trained model's ({loss:.4f})")
-
-    call_on_rank0(world, compare)
+def check_export(export_dir: Path, parts: ExportParts, recorded: dict[str, Any]) -> None:
+    """Loads the export on the CPU, as a user would; ValueError if that fails, or if it answers otherwise than the
+    trained model did. Rank 0."""
+    try:
+        model = parts.method.load_export(export_dir, parts.source, parts.family)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:  # from transformers and peft
+        raise ValueError(f"--check-export: {export_dir} cannot be loaded back: {error}") from None
+    if problems := compare(recorded, ask(model.eval(), recorded, stops=recorded["stops"])):
+        raise ValueError(f"--check-export: {export_dir}, loaded back: {'; '.join(problems)}; do not use it")
+    log.info(f"export {export_dir.name}: loaded back, it answers as the trained model does")

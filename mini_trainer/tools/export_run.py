@@ -79,13 +79,15 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
     call_on_rank0(world, lambda: control.files.lock_directory(run))
     checkpointer = Checkpointer(run / "checkpoints", world=world, num_kept=1, is_async=False)
     checkpoint = checkpointer.choose("auto")
+    newest = call_on_rank0(world, lambda: max(list_numbers(run / EXPORTS_DIR), default=0))
+    export = run / EXPORTS_DIR / f"samples_{newest}"
     if checkpoint is None:
+        if newest:
+            return f"{export}: is the run's newest model; it has no checkpoint of a later step"
         raise ValueError(f"{run}: has no checkpoint to export from: start its command again")
     start = RunPosition(**checkpoint.state["position"])
-    newest = call_on_rank0(world, lambda: max(list_numbers(run / EXPORTS_DIR), default=0))
     if newest > start.num_samples:
-        later = run / EXPORTS_DIR / f"samples_{newest}"
-        return f"{later}: is already a model of a later step than the newest checkpoint's, {start.step:,}"
+        return f"{export}: is already a model of a later step than the newest checkpoint's, {start.step:,}"
     trained = restore_options(checkpoint, run, trust_remote_code=options.trust_remote_code)
     world = divide_world(world, trained.sharding)
     trained = make_data_local(trained, world, control)

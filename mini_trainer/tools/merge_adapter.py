@@ -34,6 +34,7 @@ from mini_trainer.objectives.families.vision import VisionLanguageFamily
 from mini_trainer.options.doors import METHODS
 from mini_trainer.options.reading import open_tensors
 from mini_trainer.run.export import ExportParts, write_export
+from mini_trainer.run.export_check import carry_check
 
 
 def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
@@ -86,7 +87,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
         method.merge_given(readers, dtype),
         output_dir,
         model_config,
-        ExportParts(family, Full(), generation_config, tokenizer, dtype, source),
+        ExportParts(family, Full(), generation_config, tokenizer, dtype, source, carry_check(adapter, dtype)),
         world=world,
         spare_bytes=0,
     )

@@ -2,8 +2,11 @@
 
     python -m mini_trainer verify runs/a chats.arrow
 
+    python -m mini_trainer verify runs/a/hf_format/latest --against vllm
+
 Reads every byte, also of files that this machine has verified before. Exit code 2 if a file is damaged, replaced or
-missing; files that may be edited by hand, such as an export's config.json, are only reported.
+missing; files that may be edited by hand, such as an export's config.json, are only reported. With --against, a reader
+of the export answers what its run recorded.
 """
 
 from collections.abc import Iterator
@@ -33,6 +36,14 @@ def verify(options: VerifyOptions) -> None:
     """Prints one line for each file or directory with recorded hashes; ValueError if any is damaged."""
     if not options.path:
         raise ValueError("give what to verify: data sets, scores, exports, checkpoints, runs or directories of these")
+    if options.against is not None:
+        from mini_trainer.tools.verify_readers import find_differences  # seconds to import
+
+        for path in options.path:
+            if problems := find_differences(Path(path), options.against):
+                raise ValueError(f"{path}: {options.against} differs from the trained model: {'; '.join(problems)}")
+            say(f"{path}: {options.against} answers as the trained model does")
+        return
     num_damaged = 0
     for path in options.path:
         for record in find_records(Path(path)):

@@ -26,11 +26,11 @@ MODELS = FAMILIES | {
 }  # fmt: skip
 
 
+def make_parts(path: Path, *, dtype: torch.dtype = torch.float32) -> ExportParts:
+    source, tokenizer = load_source(path), AutoTokenizer.from_pretrained(path)
+    return ExportParts(TextFamily(), Full(), load_generation_config(str(path), source.config), tokenizer, dtype, source)
+
+
 def export(path: Path, export_dir: Path, world: World, *, dtype: torch.dtype = torch.float32) -> Path:
-    model = build(path, world)
-    generation_config = load_generation_config(str(path), model.model.config)
-    parts = ExportParts(
-        TextFamily(), Full(), generation_config, AutoTokenizer.from_pretrained(path), dtype, load_source(path)
-    )
-    export_model(model, export_dir, parts, world=world)
+    export_model(build(path, world), export_dir, make_parts(path, dtype=dtype), world=world)
     return export_dir

@@ -1,0 +1,187 @@
+"""check.json: an export that was broken on purpose answers otherwise than its run recorded."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from data_runs import tokenize_rows
+from exports import make_parts
+from in_process import train_here
+from safetensors.torch import load_file, save_file
+from tiny_data import write_jsonl
+from tiny_models import SHAPE, build, save_model, save_tokenizer
+from transformers import Qwen2Config
+
+from mini_trainer.options.tools import VerifyOptions
+from mini_trainer.run.export import export_model
+from mini_trainer.run.export_check import CHECK_FILE, MARGIN, TOLERANCE_4_BITS, Said, compare, cut_answer, record_answers
+from mini_trainer.run.exports import check_export
+from mini_trainer.tools.verify import verify
+
+WEIGHTS = "model.safetensors"
+
+
+def write_checked(path: Path, export_dir: Path, world) -> Path:
+    """The export of a model with what it answers, as a run writes it."""
+    model, parts = build(path, world), make_parts(path)
+    notes = {CHECK_FILE: json.dumps(record_answers(model, parts, world=world))}
+    export_model(model, export_dir, replace(parts, notes=notes), world=world)
+    return export_dir
+
+
+@pytest.fixture(scope="module")
+def whole(world, tmp_path_factory) -> Path:
+    """Tied, with biases and a rotary base of its own; its prompts are rendered by a chat template."""
+    folder = tmp_path_factory.mktemp("whole")
+    rope = dict(rope_type="default", rope_theta=2e3)
+    config = Qwen2Config(**SHAPE | dict(initializer_range=0.3), tie_word_embeddings=True, rope_parameters=rope)
+    return write_checked(save_tokenizer(save_model(config, folder / "model")), folder / "export", world)
+
+
+def change(file: str, **changes: object) -> Callable[[Path], None]:
+    """Replaces entries of a JSON file."""
+
+    def apply(export: Path) -> None:
+        values = json.loads((export / file).read_text())
+        (export / file).write_text(json.dumps(values | changes))
+
+    return apply
+
+
+def change_weights(edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    def apply(export: Path) -> None:
+        weights = load_file(export / WEIGHTS)
+        weights |= {name: tensor.contiguous() for name, tensor in edit(weights).items()}
+        save_file(weights, export / WEIGHTS, metadata={"format": "pt"})
+
+    return apply
+
+
+def swap_layers(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name.replace("layers.0.", "layers.1."): tensor for name, tensor in weights.items() if "layers.0." in name
+    } | {name.replace("layers.1.", "layers.0."): tensor for name, tensor in weights.items() if "layers.1." in name}
+
+
+def drop_stop(export: Path) -> None:
+    template = export / "chat_template.jinja"
+    assert "<|im_end|>" in template.read_text()
+    template.write_text(template.read_text().replace("<|im_end|>", ""))
+
+
+def rope(**values: object) -> dict[str, object]:
+    return dict(rope_parameters=values, rope_scaling=None, rope_theta=values["rope_theta"])
+
+
+EMBEDDING, BIAS = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.bias"
+BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no stop token": (change("generation_config.json", eos_token_id=None), "the stop tokens: "),
+    "another stop token": (change("generation_config.json", eos_token_id=7), "the stop tokens: "),
+    "another padding token": (change("config.json", pad_token_id=5), "the padding token in config.json"),
+    "another padding token of the tokenizer": (change("tokenizer_config.json", pad_token="a"), "the padding token"),
+    "a template without its stop": (drop_stop, "tokenizer and chat template"),
+    "the embedding rolled by a row": (change_weights(lambda w: {EMBEDDING: w[EMBEDDING].roll(1, 0)}), "apart"),
+    "layers swapped": (change_weights(swap_layers), "apart"),
+    "a norm scaled": (change_weights(lambda w: {"model.norm.weight": 1.2 * w["model.norm.weight"]}), "apart"),
+    "a bias missing": (change_weights(lambda w: {BIAS: 0 * w[BIAS]}), "apart"),
+    "another rotary base": (change("config.json", **rope(rope_type="default", rope_theta=1e4)), "apart"),
+    "another rotary scaling": (
+        change("config.json", **rope(rope_type="linear", factor=4.0, rope_theta=2e3)), "apart"),
+    "an untied head": (change("config.json", tie_word_embeddings=False), "lm_head"),
+    "another epsilon": (change("config.json", rms_norm_eps=0.5), "apart"),
+}  # fmt: skip
+
+
+def test_a_whole_export_differs_from_itself(whole, capsys):
+    verify(VerifyOptions(path=(str(whole),), against="transformers"))
+    assert "answers as the trained model does" in capsys.readouterr().out
+    recorded = json.loads((whole / CHECK_FILE).read_text())
+    assert any(prompt["answer"] for prompt in recorded["prompts"]) and recorded["prompts"][1]["messages"][1:]
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_a_broken_export_answers_as_the_trained_model(name, whole, tmp_path):
+    apply, said = BREAKAGES[name]
+    apply(Path(shutil.copytree(whole, tmp_path / "export")))
+    with pytest.raises(ValueError, match=f"{said}"):
+        verify(VerifyOptions(path=(str(tmp_path / "export"),), against="transformers"))
+
+
+def test_check_export_takes_a_broken_or_damaged_export(whole, tmp_path):
+    base, broken = whole.with_name("model"), Path(shutil.copytree(whole, tmp_path / "export"))
+    recorded = json.loads((whole / CHECK_FILE).read_text())
+    check_export(whole, make_parts(base), recorded)
+    change_weights(swap_layers)(broken)
+    with pytest.raises(ValueError, match=r"--check-export: .*export, loaded back: .* apart"):
+        check_export(broken, make_parts(base), recorded)
+    (broken / WEIGHTS).write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"--check-export: .*export cannot be loaded back"):
+        check_export(broken, make_parts(base), recorded)
+
+
+LORA = dict(lora=True, lora_rank=4, learning_rate=5e-2)
+KINDS = {
+    "adapter": LORA,
+    "4 bits": LORA | dict(base_quantization="nf4"),
+    "classifier": dict(objective="sequence-classification", format="classification"),
+    "classifier's adapter": LORA | dict(objective="sequence-classification", format="classification"),
+    "reward": dict(objective="reward", format="preference"),
+    "average": dict(weight_average="ema", ema_half_life=4),
+}
+ROWS = {
+    None: [{"messages": [dict(role="user", content=f"{i}?"), dict(role="assistant", content=f"It is {i}.")]}
+           for i in range(8)],
+    "classification": [{"text": f"It is {i}.", "label": "odd" if i % 2 else "even"} for i in range(8)],
+    "preference": [{"prompt": f"{i}?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(8)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_records_what_its_export_does_not_answer(kind, whole, world, tmp_path):
+    options = dict(export_dtype="float32", max_steps=3, batch_size=4, max_tokens_per_gpu=256) | KINDS[kind]
+    base, kind_of_rows = whole.with_name("model"), options.pop("format", None)
+    rows = write_jsonl(tmp_path / "rows.jsonl", ROWS[kind_of_rows])
+    given = {} if kind_of_rows is None else dict(format=kind_of_rows)
+    data = tokenize_rows(base, rows, tmp_path / "data.arrow", **given)
+    train_here(world, output_dir=str(tmp_path / "run"), model_name_or_path=str(base), data_path=str(data), **options)
+    exports = sorted({path.resolve() for path in (tmp_path / "run" / "hf_format").iterdir()})
+    assert len(exports) == 1 + (kind == "average")
+    export = exports[0]
+    if kind == "4 bits":  # readers have the base in full precision
+        assert json.loads((export / CHECK_FILE).read_text())["tolerance"] == TOLERANCE_4_BITS
+        return
+    verify(VerifyOptions(path=tuple(map(str, exports)), against="transformers"))
+    if (export / "adapter_config.json").exists():
+        change("adapter_config.json", lora_alpha=80)(export)
+        with pytest.raises(ValueError, match="apart"):
+            verify(VerifyOptions(path=(str(export),), against="transformers"))
+
+
+def test_answers_are_compared_beyond_a_close_choice_or_a_stop():
+    assert cut_answer([5, 6, 7], [1.0, MARGIN / 2, 1.0], stops=[], margin=MARGIN) == [5]
+    assert cut_answer([5, 2, 7], [1.0, 1.0, 1.0], stops=[2], margin=MARGIN) == [5, 2]
+    prompt = dict(text="a", ids=[9], answer=[5, 2], values={"5": -0.5}, says="x")
+    recorded = dict(prompts=[prompt], stops=[2], tolerance=0.02)
+    assert compare(recorded, [Said({"5": -0.51}, [5, 2], prompt=[9], text="x")]) == []
+    for one, problem in (
+        (Said({"5": -0.53}, [5, 2]), "apart"),
+        (Said({"5": float("nan")}, [5, 2]), "apart"),
+        (Said(None, [5]), "continued"),
+        (Said(None, [5, 2, 7]), "continued"),
+        (Said(None, None, prompt=[8]), "tokens"),
+        (Said(None, None, text="xy"), "answered"),
+    ):
+        assert problem in compare(recorded, [one])[0]
+
+
+def test_exports_without_a_check_and_readers_of_no_name_are_used(whole, tmp_path):
+    bare = Path(shutil.copytree(whole, tmp_path / "export"))
+    with pytest.raises(ValueError, match=r"--against ollama: allowed: transformers, vllm"):
+        verify(VerifyOptions(path=(str(bare),), against="ollama"))
+    (bare / CHECK_FILE).unlink()
+    with pytest.raises(ValueError, match=r"has no check.json: .*mini-trainer export"):
+        verify(VerifyOptions(path=(str(bare),), against="transformers"))
