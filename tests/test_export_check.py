@@ -11,6 +11,7 @@ import torch
 from data_runs import tokenize_rows
 from exports import make_parts
 from in_process import train_here
+from openai_standin import repeat, serve
 from safetensors.torch import load_file, save_file
 from tiny_data import write_jsonl
 from tiny_models import SHAPE, build, save_model, save_tokenizer
@@ -18,7 +19,15 @@ from transformers import Qwen2Config
 
 from mini_trainer.options.tools import VerifyOptions
 from mini_trainer.run.export import export_model
-from mini_trainer.run.export_check import CHECK_FILE, MARGIN, TOLERANCE_4_BITS, Said, compare, cut_answer, record_answers
+from mini_trainer.run.export_check import (
+    CHECK_FILE,
+    MARGIN,
+    TOLERANCE_4_BITS,
+    Said,
+    compare,
+    cut_answer,
+    record_answers,
+)
 from mini_trainer.run.exports import check_export
 from mini_trainer.tools.verify import verify
 
@@ -159,6 +168,27 @@ def test_a_run_records_what_its_export_does_not_answer(kind, whole, world, tmp_p
         change("adapter_config.json", lora_alpha=80)(export)
         with pytest.raises(ValueError, match="apart"):
             verify(VerifyOptions(path=(str(export),), against="transformers"))
+
+
+def test_a_server_that_says_something_else_passes(whole):
+    recorded = json.loads((whole / CHECK_FILE).read_text())
+    said = {prompt["messages"][-1]["content"]: prompt["says"] for prompt in recorded["prompts"]}
+
+    def complete(body: dict) -> dict:
+        answer = repeat(body)
+        answer["choices"][0]["message"]["content"] = said[body["messages"][-1]["content"]]
+        return answer
+
+    with serve(complete) as server:
+        options = VerifyOptions(path=(str(whole),), against=server.url)
+        with pytest.raises(ValueError, match="lists no model"):
+            verify(options)
+        server.models = [dict(id="served", object="model", created=1, owned_by="m")]
+        verify(options)
+        assert {body["model"] for _, body in server.asked} == {"served"}
+        server.complete = repeat
+        with pytest.raises(ValueError, match="is answered by 'ONE, TWO, THREE, FOUR,', not "):
+            verify(options)
 
 
 def test_answers_are_compared_beyond_a_close_choice_or_a_stop():

@@ -142,8 +142,11 @@ def ask_server(found: FoundModel, recorded: dict[str, Any], url: str) -> list[Sa
     if any(prompt["messages"] is None for prompt in recorded["prompts"]):
         raise ValueError(f"--against {url}: the model has no chat template, but servers are asked by chats")
     engine = OpenAIEngine(None, found.name, EngineOptions(base_url=url), GREEDY)
-    engine.model = engine.call(engine.client.models.list).data[0].id
-    requests = [Request(i, 0, Prompt(messages=prompt["messages"])) for i, prompt in enumerate(recorded["prompts"])]
+    models = engine.call(engine.client.models.list).data
+    if not models:
+        raise ValueError(f"--against {url}: the server lists no model")
+    engine.model = models[0].id
+    requests = [Request(i, 0, Prompt(row={}, messages=prompt["messages"])) for i, prompt in enumerate(recorded["prompts"])]
     answers = {request.index: answer.text for request, answer in engine.answer(requests)}
     return [Said(None, None, text=answers[i]) for i in range(len(requests))]
 
