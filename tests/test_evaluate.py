@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sacrebleu
 from browser import Browser, needs_browser
 from evaluations import evaluate_here
 from forked import run_forked
@@ -31,6 +32,7 @@ from mini_trainer.use.evaluation.metrics import (
     choose_measures,
     extract_number,
     read_label,
+    score_answer,
     score_corpus,
 )
 from mini_trainer.use.evaluation.models import list_models, make_labels, name_files
@@ -57,7 +59,6 @@ NEW = 8
         ("number", "so it is $1,042.50", "1042.5", 1.0),
         ("number", "#### 7 or 42", "#### 42", 0.0),
         ("number", "none", "#### 42", 0.0),
-        ("number", "-3", "3", 0.0),
         ("token_f1", "the cat sat", "a cat sat down", 0.8),
         ("token_f1", "", "x", 0.0),
         ("rouge_l", "a b c d", "a x c d", 0.75),
@@ -71,17 +72,23 @@ def test_scores_of_answers(measure, answer, reference, score):
     assert MEASURES[measure](answer, reference) == pytest.approx(score)
 
 
-def test_numbers_are_found_as_gsm8k_writes_them():
+def test_a_number_is_read_without_its_sign_its_denominator_or_as_a_part_of_it():
     numbers = {
-        "#### 1,234": 1234,
-        "#### -5": -5,
-        "in 2024 .5": 0.5,
-        "x": None,
-        "####": None,
-        "5.": 5,
-        "#### $3.50": 3.5,
-    }
-    assert {text: value and float(value) for text, value in map(lambda t: (t, extract_number(t)), numbers)} == numbers
+        "#### 1,234": 1234, "#### -5": -5, "in 2024 .5": 0.5, "x": None, "####": None, "5.": 5, "#### $3.50": 3.5,
+        "50%": 50, "$-5": -5, "-$5": -5, "so −5": -5, "10-20": 20, "3/4": 0.75, "#### 6 / 8": 0.75, "-1/4": -0.25,
+        "1 3/4 cups": 1.75, r"\frac{3}{4}": 0.75, "on 12/31/1999": 1999, "3/0": None, "2.5e-3": 0.0025,
+        "9" * 5000: None,
+    }  # fmt: skip
+    found = {text: extract_number(text) for text in numbers}
+    assert {text: None if value is None else float(value) for text, value in found.items()} == numbers
+
+
+@pytest.mark.parametrize("measure", ["normalised_match", "contains", "token_f1"])
+def test_different_numbers_are_equal_without_their_punctuation(measure):
+    others = {"-5": "5", "3.5": "35", "1/4": "14", "10:30": "1030", "1e-5": "1e5", ".5": "5", "1,5": "15"}
+    same = {"$-5": "-$5.", "1,234.50": "1234.50", "covid-19": "covid19", "(3.5)!": "3.5", "5-": "5"}
+    assert [MEASURES[measure](*pair) for pair in others.items()] == [0.0] * len(others)
+    assert [MEASURES[measure](*pair) for pair in same.items()] == [1.0] * len(same)
 
 
 def test_measures_suit_the_references():
@@ -98,9 +105,37 @@ def test_labels_are_read_out_of_answers_and_counted_by_scikit_learn():
     ]  # fmt: skip
     wanted, said = ["a", "b", "c", "a", "b"], ["a", "c", "c", "x", "b"]
     report = score_corpus(["label"], said, [(label,) for label in wanted])["label"]
+    assert score_corpus(["label"], ["b"], [("a", "b")])["label"]["accuracy"] == 1  # any right one, as for the score
     padded = [label if label in "abc" else "none" for label in said]
     assert report["macro_f1"] == pytest.approx(f1_score(wanted, padded, labels=["a", "b", "c"], average="macro"))
     assert report["accuracy"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("labels", [["-1", "0", "1"], ["C", "C++", "C#"], ["a", "A"], ["+", "-"], ["1.5", "15", "1"]])
+def test_a_perfect_model_says_labels_that_normalising_makes_equal_or_empty(labels):
+    for ending in ("", " ", ".", ", because"):
+        answers = [label + ending for label in labels]
+        assert score_corpus(["label"], answers, [(label,) for label in labels])["label"]["accuracy"] == 1
+    assert read_label("other", labels) == read_label("D++", labels) == "(none of the labels)"
+
+
+@pytest.mark.parametrize(("labels", "named"), [(["a  b", "a b", "c"], "'a  b', 'a b'"), (["", "x"], "''")])
+def test_labels_that_nothing_tells_apart_are_scored(labels, named, world, root, files, tmp_path):
+    task = write_jsonl(tmp_path / "task.jsonl", [dict(question="q", references=[label]) for label in labels])
+    with pytest.raises(ValueError, match=f"--metrics label: given the labels {named}, which"):
+        run(world, tmp_path / "out", model=files["base"], task=str(task), metrics="label")
+
+
+def test_bleu_of_several_references_is_another_than_sacrebleus():
+    answers = ["the cat sat on the mat", "x y z w"]
+    references = [["the cat sat there", "a dog sat on the mat"], ["x y z w v"]]
+    for pair in zip(answers, references, strict=True):
+        assert score_answer("bleu", *pair) == pytest.approx(sacrebleu.sentence_bleu(*pair).score / 100)
+    streams = [[several[0] for several in references], [references[0][1], None]]
+    assert score_corpus(["bleu", "chrf"], answers, references) == {
+        "corpus_bleu": sacrebleu.BLEU().corpus_score(answers, streams).score,
+        "corpus_chrf": sacrebleu.CHRF().corpus_score(answers, streams).score,
+    }
 
 
 def make_scores(sums: list[list[float]], divisors: list[float] | None = None) -> SampleScores:
@@ -121,6 +156,12 @@ def test_intervals_are_scipys_and_the_same_each_time():
     value = found["values"][0]
     assert value["mean"] == pytest.approx(values.sum() / sizes.sum())
     assert abs(value["low"] - expected.low) < 0.1 * width and abs(value["high"] - expected.high) < 0.1 * width
+
+
+@pytest.mark.parametrize(("right", "low", "high"), [(20, 0.8389, 1.0), (0, 0.0, 0.1611), (15, 0.5313, 0.8881)])
+def test_the_interval_of_a_share_is_a_bootstraps(right, low, high):
+    (value,) = compare(make_scores([[1.0] * right + [0.0] * (20 - right)]), seed=0, num_resamples=200)["values"]
+    assert (value["low"], value["high"]) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_right_and_wrong_answers_are_compared_by_mcnemars_exact_test():
@@ -245,10 +286,9 @@ def test_what_is_there_is_not_computed_again_and_one_more_model_costs_that_model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data.losses.jsonl"])
-def test_damaged_results_are_refused_by_file_and_line(name, results, world, root, files, tmp_path):
+def test_damaged_results_are_refused_by_file_and_line(results, world, root, files, tmp_path):
     shutil.copytree(root / "results" / "samples" / "base", tmp_path / "samples" / "base")
-    path = tmp_path / "samples" / "base" / name
+    path = tmp_path / "samples" / "base" / "data.losses.jsonl"
     first, rest = path.read_text().split("\n", 1)
     for text in ("{}", "[]", "3", "{"):
         path.write_text(f"{text}\n{rest}")

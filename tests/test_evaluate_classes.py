@@ -163,10 +163,7 @@ def test_sets_that_are_not_for_a_model_are_refused(world, inputs, tmp_path):
         (dict(model=base, data=single["data"]), "base for causal-lm"),
         (dict(model=single["first"], data=str(chats)), "first for sequence-classification"),
         (dict(model=single["first"], data=inputs["tokens"]["data"]), "first for sequence-classification"),
-        (
-            dict(model=single["first"], data=str(other)),
-            "the labels a, class 1, class 2, but the labels of --model",
-        ),
+        (dict(model=single["first"], data=str(other)), "the labels a, class 1, class 2, but the labels of --model"),
         (dict(model=single["first"], data=inputs["multi"]["data"]), "for single_label_classification"),
         (dict(model=single["first"], task=str(tmp_path / "task.jsonl")), "is a classifier"),
     ):

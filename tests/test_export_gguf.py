@@ -47,6 +47,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
 MOE = Qwen3MoeConfig(**SHAPE, head_dim=16, **EXPERTS)
+SAMPLING = dict(do_sample=True, temperature=0.5, top_k=7, top_p=0.75, repetition_penalty=1.25)
 IDS = torch.arange(3, 40)[None]
 TEXTS = ("Hi", " The  answer\n is 1234, isn't it?", "żółw 🚀 한국어", "<|im_start|>user\n<s>\t", "in the  inner the")
 
@@ -265,33 +266,28 @@ def test_every_stop_token_and_the_defaults_for_sampling_are_written(tmp_path):
     path = save(CONFIGS["llama"], tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
     stops = [5, tokenizer.eos_token_id, 6]
-    GenerationConfig(eos_token_id=stops, do_sample=True, temperature=0.5, top_k=7).save_pretrained(path)
+    GenerationConfig(eos_token_id=stops, **SAMPLING).save_pretrained(path)
     fields = read_fields(export(path, tmp_path / "model.gguf"))
     names = [fields[f"tokenizer.ggml.{name}_token_id"] for name in ("eot", "eos", "eom")]
     assert names == stops
-    assert (fields["general.sampling.temp"], fields["general.sampling.top_k"]) == (0.5, 7)
+    assert [fields[f"general.sampling.{name}"] for name in ("temp", "top_k", "penalty_repeat")] == [0.5, 7, 1.25]
 
 
-def test_stop_tokens_that_llama_cpp_leaves_out_or_adds_are_noted(tmp_path, capsys):
+def test_stop_tokens_that_llama_cpp_leaves_out_or_adds_and_nfc_are_noted(tmp_path, capsys):
     path = save(CONFIGS["llama"], tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = json.loads((path / "tokenizer.json").read_text())["model"]
-    change_json(path / "tokenizer.json", model=model | dict(vocab=model["vocab"] | {"</s>": len(tokenizer)}))
+    model |= dict(vocab=model["vocab"] | {"</s>": len(tokenizer)})
+    change_json(path / "tokenizer.json", model=model, normalizer=dict(type="NFC"))
     stops = [tokenizer.eos_token_id, len(tokenizer), 5, 6, 7]
     GenerationConfig(eos_token_id=stops).save_pretrained(path)
     fields = read_fields(export(path, tmp_path / "model.gguf"))
     said = capsys.readouterr().out
+    assert "composes accents (NFC)" in said
     assert "treats these as stop tokens, which are plain text here: '</s>'" in said
     # llama.cpp finds </s> by itself, so both of its other places are free.
     assert [fields[f"tokenizer.ggml.{name}_token_id"] for name in ("eot", "eom")] == [5, 6]
     assert f"left out: {tokenizer.convert_ids_to_tokens(7)!r}" in said
-
-
-def test_nfc_is_noted(tmp_path, capsys):
-    path = save(CONFIGS["qwen2"], tmp_path / "model")
-    change_json(path / "tokenizer.json", normalizer=dict(type="NFC"))
-    export(path, tmp_path / "model.gguf")
-    assert "composes accents (NFC)" in capsys.readouterr().out
 
 
 def test_what_llama_cpp_writes_into_a_chat_is_noted(tmp_path, capsys):
@@ -322,7 +318,7 @@ def test_a_modelfile_lacks_a_stop_token_or_a_sampling_default(tmp_path):
     path = save(CONFIGS["llama"], tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(path)
     stops = [tokenizer.eos_token_id, 5]
-    GenerationConfig(eos_token_id=stops, do_sample=True, temperature=0.6, top_p=0.9).save_pretrained(path)
+    GenerationConfig(eos_token_id=stops, **SAMPLING | dict(top_k=0)).save_pretrained(path)
     output = tmp_path / "out" / "chats.gguf"
     options = ExportGgufOptions(model_name_or_path=str(path), output=str(output), dtype="f32", modelfile=True)
     export_gguf(options)
@@ -330,8 +326,7 @@ def test_a_modelfile_lacks_a_stop_token_or_a_sampling_default(tmp_path):
     assert (tmp_path / "out" / "Modelfile").read_text().splitlines() == [
         "FROM ./chats.gguf",
         *(f'PARAMETER stop "{name}"' for name in names),
-        "PARAMETER temperature 0.6",
-        "PARAMETER top_p 0.9",
+        *(f"PARAMETER {line}" for line in ("temperature 0.5", "top_k 0", "top_p 0.75", "repeat_penalty 1.25")),
     ]
     output.unlink()
     with pytest.raises(ValueError, match="Modelfile already exists"):

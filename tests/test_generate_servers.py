@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,9 @@ from mini_trainer.generate import generate
 from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import EngineOptions, GenerateOptions, SamplingOptions
+from mini_trainer.tools.server_requests import read_parameters
 from mini_trainer.use.inference import openai_engine
-from mini_trainer.use.inference.engine import open_engine
+from mini_trainer.use.inference.engine import Engine, Request, open_engine
 from mini_trainer.use.inference.terminal import chat
 
 
@@ -50,6 +52,11 @@ def prompts(tmp_path) -> str:
     rows = [{"question": f"q{i}"} for i in range(9)] + [{"prompt": "go on"}]
     write_jsonl(tmp_path / "prompts.jsonl", rows)
     return str(tmp_path / "prompts.jsonl")
+
+
+def connect(server: Server) -> Engine:
+    engine = EngineOptions(engine="openai", base_url=server.url)
+    return open_engine(None, "m", engine, SamplingOptions(), device=None)
 
 
 def run(world, server: Server, prompts: str, output: Path, **changes: object) -> list[dict]:
@@ -138,21 +145,25 @@ def test_what_a_server_refuses_is_told_and_what_was_answered_before_is_kept(serv
     assert len(lines) == 10
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("text/html", "<html>a proxy's page</html>"),
-        ("application/json", "[1, 2]"),
-        ("application/json", "no JSON"),
-        ("application/json", '{"choices": []}'),
-        ("application/json", '{"choices": 5}'),
-        ("application/json", '{"choices": [{"message": null}]}'),
-        ("application/json", '{"choices": [{"message": {"content": 7}}]}'),
-    ],
-)
-def test_an_answer_that_is_none_names_the_server(kind, text, server, prompts, world, tmp_path):
-    server.says = kind, text
-    with pytest.raises(ValueError, match=rf"--base-url {server.url}, --model m: "):
+NO_MESSAGES = [
+    None, {"content": 7}, {"content": "a", "reasoning": 7},
+    {"tool_calls": ["add"]}, {"tool_calls": [{"id": "1", "type": "function"}]},
+    {"tool_calls": [{"id": "1", "type": "function", "function": {"name": 3, "arguments": "{}"}}]},
+    # Half a character, which no file can store.
+    {"content": "\ud83d"},
+    {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": "\ud83d"}}}]},
+]  # fmt: skip
+NO_ANSWERS = [
+    "<html>a proxy's page</html>", "no JSON", "[1, 2]", '{"choices": []}', '{"choices": 5}', "[" * 9**6,
+    '{"choices": [{"message": {"content": "a"}}], "model": "\\ud83d"}',
+    *(json.dumps({"choices": [{"message": message}]}) for message in NO_MESSAGES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_ANSWERS, ids=range(len(NO_ANSWERS)))
+def test_an_answer_that_is_none_names_the_server(text, server, prompts, world, tmp_path):
+    server.says = "text/html" if text.startswith("<") else "application/json", text
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl:\d+: --base-url {server.url}, --model m: "):
         run(world, server, prompts, tmp_path / "answers.jsonl")
 
 
@@ -162,14 +173,68 @@ def test_an_answer_that_is_none_names_the_server(kind, text, server, prompts, wo
         ('data: {"choices": [{"delta": {"content": 7}}]}', False),
         ("data: no JSON", False),
         ("data: [7]", False),
+        ("data: " + "[" * 9**6, False),
+        ('data: {"choices": [{"delta": {"content": "\\ud83d"}}]}', False),
         ('data: {"choices": [{"delta": {"content": "seven"}}]}', True),
     ],
 )
 def test_a_stream_that_is_none_or_breaks_off_names_the_server(text, breaks_off, server):
     server.says, server.breaks_off = ("text/event-stream", f"{text}\n\n"), breaks_off
-    engine = open_engine(None, "m", EngineOptions(engine="openai", base_url=server.url), SamplingOptions(), device=None)
+    engine = connect(server)
     with pytest.raises(ValueError, match=rf"--base-url {server.url}, --model m: .*interrupted: "):
         list(engine.stream(Prompt(row={}, place="here", messages=[{"role": "user", "content": "hi"}])))
+
+
+def test_prompts_go_to_another_host_than_the_one_that_was_named(server, prompts, world, tmp_path):
+    with serve() as other:
+        server.redirects = f"{other.url}/chat/completions"  # of the same host
+        assert run(world, server, prompts, tmp_path / "a.jsonl")[0]["answer"] == "Q0"
+        other.asked.clear()
+        server.redirects = server.redirects.replace("127.0.0.1", "localhost")
+        with pytest.raises(ValueError, match=rf"--base-url {server.url}, .*: redirects to http://localhost:\d+: give"):
+            run(world, server, prompts, tmp_path / "b.jsonl")
+        assert other.asked == []
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+def test_a_response_without_an_end_is_read_to_its_end(kind, server, monkeypatch):
+    monkeypatch.setattr(openai_engine, "MAX_RESPONSE", 9000)
+    server.says = kind, "data: " + "x" * 10_000
+    engine, prompt = connect(server), Prompt(row={}, messages=ASKED)
+    with pytest.raises(ValueError, match=rf"--base-url {server.url}, .*: the response has more than 9,000 bytes$"):
+        list(engine.stream(prompt) if kind == "text/event-stream" else engine.answer([Request(0, 0, prompt)]))
+    assert len(server.asked) == 1  # not tried again
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ({"detail": "The maximum context length is 20"}, "The maximum context length is 20"),
+        ({"detail": [{"loc": ["body"], "msg": "Input too long", "input": "q"}]}, "Input too long"),
+        ({"detail": {"message": "Reduce the length of it"}}, "Reduce the length of it"),
+        ({"message": "no", "code": "context_length_exceeded"}, "no"),
+        ({"detail": [{"msg": "no", "input": "what is a context length?"}]}, None),
+    ],
+)
+def test_a_refusal_for_length_is_looked_for_in_openais_words_alone(error, reason, server, prompts, world, tmp_path):
+    def refuse(body: dict) -> dict:
+        raise Refusal(422, **error)
+
+    server.complete = refuse
+    with nullcontext() if reason else pytest.raises(ValueError, match=r"refused \(422\): no$"):
+        lines = run(world, server, prompts, tmp_path / "answers.jsonl")
+        assert {line["reason"] for line in lines} == {f"refused (422): {reason}"}
+
+
+def test_our_server_refuses_what_our_client_sends(server, world, tmp_path):
+    """The front of `serve` has a list of parameters that it takes of chats and of texts."""
+    chat = {"messages": ASKED, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
+    rows = str(write_jsonl(tmp_path / "p.jsonl", [{"question": "q"}, {"prompt": "go on"}, chat]))
+    run(world, server, rows, tmp_path / "answers.jsonl", temperature=0.5, top_p=0.9, top_k=5, concurrency=1)
+    for path, body in server.asked:
+        body.pop("key")
+        assert read_parameters(path, json.dumps(body).encode())["top_p"] == 0.9
+    assert server.asked[2][1]["chat_template_kwargs"] == chat["chat_template_kwargs"]
 
 
 def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tmp_path, monkeypatch):
@@ -200,15 +265,9 @@ def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tm
 
 @pytest.mark.parametrize(
     "address",
-    [
-        "localhost:8000/v1",
-        "http://h/v1?api-key=s3cret",
-        "http://u:s3cret/x@h/v1",
-        "ftp://u:s3cret@h",
-        "http:///v1",
-        "http://s3cret h/v1",
-    ],
-)
+    ["localhost:8000/v1", "http://h/v1?api-key=s3cret", "http://u:s3cret/x@h/v1", "ftp://u:s3cret@h", "http:///v1",
+     "http://s3cret h/v1"],
+)  # fmt: skip
 def test_addresses_that_the_client_cannot_use_are_refused_and_not_repeated(address):
     options = group_options(GenerateOptions, model="m", engine="openai", base_url=address, api_key_env="s3cret-key")
     address_problem, key_problem = find_problems(options)
@@ -219,18 +278,16 @@ def test_addresses_that_the_client_cannot_use_are_refused_and_not_repeated(addre
 def test_an_answer_cannot_drive_the_terminal(server, monkeypatch, capsys):
     typed = iter(["a \x1b]0;title\x07 b \x1b[2J\u202eend", "/\x1b[31m", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    engine = EngineOptions(engine="openai", base_url=server.url)
-    chat(open_engine(None, "m", engine, SamplingOptions(), device=None))
+    chat(connect(server))
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "\u202e" not in out
     assert r"A \x1b]0;TITLE\x07 B \x1b[2J\u202eEND" in out and r"/\x1b[31m" in out
 
 
 def test_a_servers_answer_streams_into_a_chat(server, monkeypatch, capsys):
-    engine = EngineOptions(engine="openai", base_url=server.url)
     typed = iter(["/system be brief", "hello there", "again", "/reset", "new", "/nonsense", "/help", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    chat(open_engine(None, "m", engine, SamplingOptions(), device=None))
+    chat(connect(server))
     out = capsys.readouterr().out
     assert "HELLO THERE" in out and "AGAIN" in out and "/nonsense" in out
     asked = [[(m["role"], m["content"].strip()) for m in body["messages"]] for _, body in server.asked]
@@ -447,22 +504,6 @@ def test_answers_without_content_are_reported(server, world, tmp_path, caplog):
     assert re.search(r"2 of 2 answers .* 2 .*`message`", caplog.text)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": 3, "arguments": "{}"}}]},
-        {"content": None, "tool_calls": ["add"]},
-        {"content": None, "tool_calls": [{"id": "1", "type": "function"}]},
-        {"content": "a", "reasoning": 7},
-    ],
-)
-def test_calls_and_reasoning_that_are_none_name_the_server(message, server, world, tmp_path):
-    choice = {"index": 0, "finish_reason": "stop", "message": message}
-    server.complete = lambda body: dict(id="1", object="chat.completion", created=1, model="m", choices=[choice])
-    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: .*--model m: "):
-        ask_twice(world, server, tmp_path)
-
-
 def test_arguments_that_are_no_json_stay_text(server, world, tmp_path):
     broken = SENT_CALL | {"function": {"name": "add", "arguments": '{"terms": '}}
     server.complete = lambda body: respond({"content": None, "tool_calls": [broken]})
@@ -477,16 +518,11 @@ def test_a_stream_shows_reasoning_and_calls(server):
         *({"content": text} for text in ("It is ", "42.")),
         *({"tool_calls": [{"index": 0, "function": part}]} for part in parts),
     ]
-    engine = open_engine(None, "m", EngineOptions(engine="openai", base_url=server.url), SamplingOptions(), device=None)
+    engine = connect(server)
     text = "".join(engine.stream(Prompt(row={}, messages=ASKED)))
     assert text == '<think>\nLet me.\n</think>\n\nIt is 42.\n{"name": "add", "arguments": {"a": 1}}'
     server.deltas = [{"reasoning": "Let me"}]
     assert "".join(engine.stream(Prompt(row={}, messages=ASKED))) == "<think>\nLet me\n</think>\n\n"
-
-
-def interrupt_after_one(server: Server, **said: object) -> None:
-    """The server's second answer fails, as it does where it is stopped."""
-    server.complete = lambda body: respond({"content": "42"}, **said) if len(server.asked) == 1 else [1]
 
 
 SERVED = {"id": "m", "object": "model", "created": 1, "root": "/models/a", "max_model_len": 4096, "permission": []}
@@ -504,7 +540,7 @@ SERVED = {"id": "m", "object": "model", "created": 1, "root": "/models/a", "max_
 )
 def test_another_server_is_noticed_on_resume(now, listed, difference, server, world, tmp_path, caplog):
     server.models = [{"id": "other"}, SERVED]
-    interrupt_after_one(server, fingerprint="f1")
+    server.complete = lambda _: respond({"content": "42"}, fingerprint="f1") if len(server.asked) == 1 else [1]
     with pytest.raises(ValueError, match=r"prompts\.jsonl:2: .*--model m: "):
         ask_twice(world, server, tmp_path)
     (line,) = read_lines(tmp_path / "answers.jsonl.part0")
@@ -517,8 +553,9 @@ def test_another_server_is_noticed_on_resume(now, listed, difference, server, wo
         server.shutdown()  # a complete file needs no server
         assert len(ask_twice(world, server, tmp_path)) == 2
         return
-    with pytest.raises(ValueError, match=rf"answers\.jsonl: .*another server.*\({difference}\)"):
+    with pytest.raises(ValueError, match=rf"answers\.jsonl: .*another server.*\({difference}\)") as caught:
         ask_twice(world, server, tmp_path)
+    assert describe_error(caught.value)[0] == 2
     assert read_lines(tmp_path / "answers.jsonl.part0") == [line]
 
 
@@ -527,17 +564,3 @@ def test_a_server_without_a_list_of_models_answers_all_the_same(server, world, t
     server.complete = repeat
     (line, _) = ask_twice(world, server, tmp_path)
     assert line["served_by"] == {"model": "m"} and line["message"]["content"] == line["answer"]
-
-
-@pytest.mark.slow
-def test_another_server_is_refused_in_one_line(server, tmp_path):
-    server.models, server.complete = [SERVED], lambda body: respond({"content": "42"}, model="n")
-    run_words = flags(model="m", engine="openai", base_url=server.url, output=tmp_path / "a.jsonl")
-    prompts = write_jsonl(tmp_path / "p.jsonl", [{"question": "q1"}, {"question": "q2"}])
-    assert run_forked(0, "generate.py", *run_words, *flags(prompts=prompts)).returncode == 0
-    first = (tmp_path / "a.jsonl").read_text().splitlines()[0]
-    (tmp_path / "a.jsonl").unlink()
-    (tmp_path / "a.jsonl.part0").write_text(json.dumps(json.loads(first) | {"served_by": {"model": "m"}}) + "\n")
-    done = run_forked(0, "generate.py", *run_words, *flags(prompts=prompts))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"{tmp_path / 'a.jsonl'}: " in done.stderr and "another server" in done.stderr

@@ -459,19 +459,16 @@ def test_a_temperature_samples_from_a_model_whose_own_config_is_greedy(model):
     served, behind = find_served(find_answering_model(str(model))), Behind()
     for temperature in (0.7, 0, None):
         post(served, ASKED | {"temperature": temperature}, behind=behind)
-    sampling, *others = [request.get("generation_config") for request in behind.requests]
-    assert others == [None, None]
+    post(served, ASKED | {"temperature": 0.7, "top_k": 5}, behind=behind)
+    sampling, *others, few = [request.get("generation_config") for request in behind.requests]
+    assert others == [None, None] and json.loads(few) == json.loads(sampling) | {"top_k": 5}
     own = json.loads((model / "generation_config.json").read_text())
     assert json.loads(sampling) | own == json.loads(sampling) and json.loads(sampling)["do_sample"] is True
 
 
 @pytest.mark.parametrize(
     ("stop", "text", "reason"),
-    [
-        ("Peru", "In ", "stop"),
-        ([" In", "Peru", "eru"], "In ", "stop"),
-        ("Lima", "In Peru. In Peru.", "length"),
-    ],
+    [("Peru", "In ", "stop"), ([" In", "Peru", "eru"], "In ", "stop"), ("Lima", "In Peru. In Peru.", "length")],
 )
 def test_answers_end_before_the_first_stop_text(stop, text, reason, served):
     behind = Behind()

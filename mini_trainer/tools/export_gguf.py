@@ -16,55 +16,34 @@ if __name__ == "__main__":
     options = parse_options(ExportGgufOptions)  # before the slow imports: --help and typos answer at once
     pause_collector()
 
-from mini_trainer.data.stores.disk import check_output, write_text
+from mini_trainer.data.stores.disk import check_output
 from mini_trainer.data.stores.model_files import MODEL_FLAG, verify_weights
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say, say_note
+from mini_trainer.options.problems.finding import require
 
 
 def export_gguf(options: ExportGgufOptions) -> None:
     """Writes the file; ValueError or OSError for user errors."""
-    try:
-        from mini_trainer.use.exporters.gguf_file import write_gguf
-    except ModuleNotFoundError as error:
-        if error.name != "gguf":
-            raise
-        raise ValueError(
-            "GGUF files are written by the package gguf, which is not installed: pip install gguf"
-        ) from None
+    require("gguf", flag="export-gguf")
+    from mini_trainer.use.exporters.gguf_file import write_gguf
+
     model_dir, output = Path(options.model_name_or_path), Path(options.output)
     if not model_dir.is_dir():
         raise ValueError(f"{MODEL_FLAG} {model_dir}: is not a directory; give a model's directory")
     if output.suffix != ".gguf":
         raise ValueError(f"--output {output}: must end in .gguf")
     check_output(output)
-    modelfile = [output.with_name("Modelfile")] if options.modelfile else []
-    for path in (output, *modelfile):
+    modelfile = output.with_name("Modelfile") if options.modelfile else None
+    for path in filter(None, (output, modelfile)):
         if path.exists():
             raise ValueError(f"--output {output}: {path} already exists; choose another file or folder")
     if not options.skip_verification:
         verify_weights(str(model_dir), say_note)
-    num_bytes, notes = write_gguf(model_dir, output, options.dtype)
+    num_bytes, notes = write_gguf(model_dir, output, options.dtype, modelfile=modelfile)
     for note in notes:
         say(f"note: {note}")
-    if modelfile:
-        write_modelfile(model_dir, output)
-    say(f"wrote {output}: {num_bytes / 1e9:.3g} GB, {options.dtype}{', and its Modelfile' * len(modelfile)}")
-
-
-def write_modelfile(model_dir: Path, gguf: Path) -> None:
-    """Writes a Modelfile beside a GGUF file: Ollama reads neither stop tokens nor sampling defaults from that."""
-    from mini_trainer.data.stores.tokenizers import load_tokenizer
-    from mini_trainer.model.config import list_stops, load_config, load_generation_config
-    from mini_trainer.objectives.families.text import TextFamily
-
-    tokenizer, config = load_tokenizer(str(model_dir)), load_config(str(model_dir), TextFamily())
-    generation = load_generation_config(str(model_dir), config)
-    stops = [f'stop "{token}"' for token in tokenizer.convert_ids_to_tokens(list_stops(generation, tokenizer))]
-    sampling = [(name, getattr(generation, name, None)) for name in ("temperature", "top_k", "top_p")]
-    given = [*stops, *(f"{name} {value}" for name, value in sampling if value is not None)]
-    lines = [f"FROM ./{gguf.name}", *(f"PARAMETER {line}" for line in given)]
-    write_text(gguf.with_name("Modelfile"), "\n".join(lines) + "\n")
+    say(f"wrote {output}: {num_bytes / 1e9:.3g} GB, {options.dtype}{', and its Modelfile' if modelfile else ''}")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ COMMON: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "stream": ("true or false", lambda given: isinstance(given, bool)),
     "max_tokens": ("a whole number from 1", lambda given: type(given) is int and given > 0),
     "temperature": ("a number from 0 to 2", lambda given: is_number(given) and 0 <= given <= 2),
+    "top_k": ("a whole number from 1", lambda given: type(given) is int and given > 0),
     "top_p": ("a number above 0, at most 1", lambda given: is_number(given) and 0 < given <= 1),
     "seed": ("a whole number from 0 to 2^63 - 1", lambda given: type(given) is int and 0 <= given < 1 << 63),
     "stop": ("a text or texts, none empty", lambda given: is_list([given] if isinstance(given, str) else given, str)),
@@ -83,7 +84,7 @@ class Served:
     tokenizer: PreTrainedTokenizerBase
     context: int | None = None  # tokens of prompt and answer
     takes_images: bool = False
-    sampling: str | None = None  # generation config in JSON that samples, if the model's own does not
+    generation: dict[str, Any] = field(default_factory=lambda: {"do_sample": True})  # the model's own config
     created: int = field(default_factory=lambda: int(time.time()))
 
     def list_models(self) -> dict[str, Any]:
@@ -102,8 +103,12 @@ class Served:
             request["stop"] = [request["stop"]] if isinstance(request["stop"], str) else request["stop"]
         limit = request.pop("max_completion_tokens", request.get("max_tokens"))
         room = self.measure_room(path, request, limit)
-        if self.sampling is not None and request.get("temperature"):
-            request["generation_config"] = self.sampling
+        # What the server behind takes only as a whole generation config: top_k, and that a greedy model samples.
+        changed = {"top_k": request.pop("top_k")} if "top_k" in request else {}
+        if request.get("temperature") and not self.generation["do_sample"]:
+            changed["do_sample"] = True
+        if changed:
+            request["generation_config"] = json.dumps(self.generation | changed)
         return request | {"model": self.directory, "max_tokens": limit or min(room, DEFAULT_ANSWER)}
 
     def measure_room(self, path: str, request: Mapping[str, Any], limit: int | None) -> int:
@@ -151,14 +156,13 @@ class Served:
 def find_served(found: FoundModel) -> Served:
     """A model that has been checked, as it is served."""
     generation = load_generation_config(found.directory, found.config)
-    is_greedy, generation.do_sample = not generation.do_sample, True
     return Served(
         found.base_name,
         found.directory,
         found.tokenizer,
         context=getattr(found.config.get_text_config(decoder=True), "max_position_embeddings", None),
         takes_images=hasattr(found.config, "vision_config"),
-        sampling=generation.to_json_string(use_diff=False) if is_greedy else None,
+        generation=json.loads(generation.to_json_string(use_diff=False)),
     )
 
 

@@ -5,6 +5,8 @@ convert_hf_to_gguf.py, which imports sentencepiece.
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +102,21 @@ def test_an_export_answers_in_llama_cpp_as_in_transformers(kind, type, exports, 
     elif kind.startswith("gemma3"):
         bounds = (max(bounds[0], TOLERANCE_OF_GELU), bounds[1])
     compare_answers(table, f"{kind} {type}", model_dir, path, chats, bounds)
+
+
+# Runs a command with llama-cpp-python's environment behind this program's own.
+BORROWING = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('mini_trainer', run_name='__main__')"
+
+
+@pytest.mark.parametrize("reader", ["llama.cpp", "file"])
+def test_llama_cpp_answers_otherwise_than_the_run_recorded(reader, exports, table: Table, tmp_path):
+    model_dir = exports["full_bf16"]
+    against = export(model_dir, tmp_path / "model.gguf", "bf16") if reader == "file" else reader
+    (site,) = Path(PYTHON).parents[1].glob("lib/python*/site-packages")
+    words = [sys.executable, "-c", BORROWING, site, "verify", model_dir, "--against", against]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "answers as the trained model does" in done.stdout, done.stderr[-2000:]
+    table(engine="verify --against", kind=f"full_bf16, {reader}", greedy="as recorded")
 
 
 @pytest.mark.parametrize("type", ["f16", "q8_0"])

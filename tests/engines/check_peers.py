@@ -18,6 +18,7 @@ from processes import ENV, ROOT, flags, free_port
 from tiny_data import read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
+RECORDED = ("full_bf16", "osft", "lora_r4", "lora_merged", "grown", "vision", "classifier", "reward")
 LABELS = {"classifier": ("long", "short"), "reward": ("reward",)}
 SCRIPTS = Path(sys.executable).parent  # of the programs that packages install
 
@@ -30,6 +31,14 @@ def call(*words: object, env: dict[str, str] | None = None) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
+
+
+@pytest.mark.parametrize(
+    "kind", ["full_bf16", "osft", "lora_r4", "lora_merged", "grown", "vision", "classifier", "reward"]
+)
+def test_transformers_answers_otherwise_than_the_run_recorded(kind, exports: Exports, table: Table):
+    call(sys.executable, "-m", "mini_trainer", "verify", exports[kind], "--against", "transformers")
+    table(engine="verify --against transformers", kind=kind, greedy="as recorded")
 
 
 def test_a_pipeline_answers(exports: Exports, table: Table):
@@ -46,6 +55,14 @@ def test_transformers_serve_answers(exports: Exports, table: Table, tmp_path):
     with served(words, port, tmp_path):
         said = ask_server(port, str(model), ask_chats(), tmp_path)
     table(engine="transformers serve", kind="full", greedy=count_equal(said, decode(model, expect(model, ask_chats()))))
+
+
+def test_our_server_answers_otherwise_than_the_run_recorded(exports: Exports, table: Table, tmp_path):
+    model, port = exports["full"], free_port()
+    words = [sys.executable, "-m", "mini_trainer", "serve", model, "--engine", "hf", "--port", port]
+    with served(words, port, tmp_path):
+        call(sys.executable, "-m", "mini_trainer", "verify", model, "--against", f"http://127.0.0.1:{port}/v1")
+    table(engine="verify --against URL", kind="full", greedy="as recorded")
 
 
 def test_a_pipeline_sees(exports: Exports, table: Table):

@@ -97,6 +97,12 @@ def test_a_classifier_and_a_reward_model_score(kind, exports: Exports, table: Ta
 
 
 @pytest.mark.parametrize("kind", ["full", "lora_r4"])
+def test_vllm_answers_otherwise_than_the_run_recorded(kind, exports: Exports, table: Table):
+    call("-m", "mini_trainer", "verify", exports[kind], "--against", "vllm")
+    table(engine="verify --against vllm", kind=kind, greedy="as recorded")
+
+
+@pytest.mark.parametrize("kind", ["full", "lora_r4"])
 def test_our_engine_answers_as_transformers_does(kind, exports: Exports, table: Table, tmp_path):
     """Runs generate.py in vLLM's environment; the adapter's rank, 4, is rounded up to 8."""
     model, adapter = (exports["full"], None) if kind == "full" else (exports.base(), exports[kind])
@@ -143,15 +149,11 @@ def drop_paths(row: dict) -> dict:
 
 
 def test_rollouts_killed_in_the_middle_give_the_same_rows(table: Table, tmp_path):
-    """On-policy rounds and own answers to replay. Nothing of vLLM outlives the kill."""
+    """Own answers to replay. Nothing of vLLM outlives the kill."""
     settings = make_inputs(tmp_path / "inputs")
     engine_args = ["enforce_eager=true", "max_num_seqs=1", "max_model_len=256"]
     settings["generate"] = dict(engine="vllm", max_new_tokens=48, dtype="float32", engine_args=engine_args)
-    rounds, own = (
-        {"self_distillation": {"rounds": 1}},
-        {"replay": {"kind": "own-answers", "share": 0.5, "min_score": 0}},
-    )
-    settings["methods"] = {"rounds": rounds, "own": own}
+    settings["methods"] = {"own": {"replay": {"kind": "own-answers", "share": 0.5, "min_score": 0}}}
     whole = start_continual(settings, tmp_path / "whole")
     assert whole.wait(900) == 0, (tmp_path / "whole" / "log").read_text()[-3000:]
 

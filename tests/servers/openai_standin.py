@@ -24,10 +24,10 @@ def repeat(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Refusal(Exception):
-    """Raised by `complete` to refuse a request with this status and error."""
+    """Raised by `complete` to refuse a request with this status and error, or with a body in FastAPI's form."""
 
     def __init__(self, status: int, **error: object) -> None:
-        self.status, self.error = status, error
+        self.status, self.body = status, error if "detail" in error else {"error": error}
 
 
 class Server(ThreadingHTTPServer):
@@ -42,6 +42,7 @@ class Server(ThreadingHTTPServer):
         self.num_running = self.most_running = 0
         self.failures = 0  # requests that still fail with 503
         self.refuses: str | None = None
+        self.redirects: str | None = None  # to this URL
         self.says: tuple[str, str] | None = None  # a content type and a body, instead of an answer
         self.breaks_off = False  # after that body, of which it has announced more
         self.models: list[dict] = []  # its list of models
@@ -78,6 +79,10 @@ class Handler(BaseHTTPRequestHandler):
             server.num_running -= 1
         if fails or server.refuses is not None:
             send_json(self, 503 if fails else 400, {"error": {"message": server.refuses or "busy"}})
+        elif server.redirects is not None:
+            self.send_response(307)
+            self.send_header("Location", server.redirects)
+            self.end_headers()
         elif server.says is not None:
             kind, text = server.says
             self.send_response(200)
@@ -92,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
             try:
                 send_json(self, 200, server.complete(body))
             except Refusal as refusal:
-                send_json(self, refusal.status, {"error": refusal.error})
+                send_json(self, refusal.status, refusal.body)
 
     def send_text(self, text: str | None) -> None:
         self.send_response(200 if text is not None else 404)

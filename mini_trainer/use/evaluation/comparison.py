@@ -1,4 +1,7 @@
-"""Percentile bootstrap intervals of means, and paired tests of models on the same samples.
+"""Intervals of means, and paired tests of models on the same samples.
+
+A share of samples has Wilson's score interval (Wilson 1927), since a bootstrap gives [1, 1] where all 20 of 20 are
+right; other means, and differences, have percentile bootstrap intervals.
 
 A measure is a ratio of sums over samples, of scores and their divisors (1 for an answer, the number of targets for a
 loss). n samples, m models, R resamples.
@@ -6,6 +9,7 @@ loss). n samples, m models, R resamples.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -50,17 +54,19 @@ def gather_scores(samples: Sequence[Sequence[dict[str, Any]]], names: Iterable[s
 
 def compare(scores: SampleScores, *, seed: int, num_resamples: int) -> dict[str, Any]:
     """The means with their intervals, and the comparison of every pair of models, as JSON."""
+    from scipy import stats
+
     drawn = np.concatenate(list(draw_means(scores, seed=seed, num_resamples=num_resamples)))  # (R, m)
     num_models, num_samples = scores.sums.shape
-    lows, highs = find_interval(drawn)
+    intervals = find_interval(drawn).T
+    if scores.is_binary:
+        tests = [stats.binomtest(int(own.sum()), num_samples) for own in scores.sums]
+        intervals = [test.proportion_ci(LEVEL, method="wilson") for test in tests]
     values = [
         {"mean": float(mean), "low": float(low), "high": float(high)}
-        for mean, low, high in zip(scores.means, lows, highs, strict=True)
+        for mean, (low, high) in zip(scores.means, intervals, strict=True)
     ]
-    pairs = []
-    for a in range(num_models):
-        for b in range(a + 1, num_models):
-            pairs.append(compare_pair(scores, a, b, drawn=drawn, seed=seed, num_resamples=num_resamples))
+    pairs = [compare_pair(scores, a, b, drawn=drawn, seed=seed) for a, b in combinations(range(num_models), 2)]
     for pair, adjusted in zip(pairs, adjust_by_holm([pair["p"] for pair in pairs]), strict=True):
         pair["p_holm"] = adjusted
     return {
@@ -96,36 +102,30 @@ def find_interval(drawn: np.ndarray) -> np.ndarray:  # (R, ...) -> (2, ...)
     return np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
 
 
-def compare_pair(
-    scores: SampleScores, a: int, b: int, *, drawn: np.ndarray, seed: int, num_resamples: int
-) -> dict[str, Any]:
-    """b against a: difference of the means with its interval, number of samples where b is better or worse, and p."""
+def compare_pair(scores: SampleScores, a: int, b: int, *, drawn: np.ndarray, seed: int) -> dict[str, Any]:
+    """b against a: difference of the means with its interval, number of samples where b is better or worse, and the
+    two-sided p value of a paired test."""
+    from scipy import stats
+
     low, high = find_interval(drawn[:, b] - drawn[:, a])
     changes = scores.sums[b] - scores.sums[a]  # (n,)
     gains = changes if scores.higher_is_better else -changes
     better, worse = int((gains > 0).sum()), int((gains < 0).sum())
-    test, p = find_p_value(changes, better, worse, is_binary=scores.is_binary, seed=seed, num_resamples=num_resamples)
+    if scores.is_binary:
+        test, p = "McNemar, exact", stats.binomtest(better, better + worse).pvalue if better + worse else 1.0
+    else:
+        test, p = "sign permutation", permute_signs(changes, seed=seed, num_resamples=len(drawn))
     return {
         "a": a, "b": b, "difference": float(scores.means[b] - scores.means[a]), "low": float(low), "high": float(high),
-        "num_better": better, "num_worse": worse, "test": test, "p": p,
+        "num_better": better, "num_worse": worse, "test": test, "p": float(p),
     }  # fmt: skip
 
 
-def find_p_value(
-    changes: np.ndarray, better: int, worse: int, *, is_binary: bool, seed: int, num_resamples: int
-) -> tuple[str, float]:
-    """The name of the paired test, and its two-sided p value.
-
-    McNemar's exact test for right and wrong answers; a sign permutation test for other scores.
-    """
+def permute_signs(changes: np.ndarray, *, seed: int, num_resamples: int) -> float:
+    """The two-sided p value of a sign permutation test."""
     from scipy import stats
 
-    if is_binary:
-        p = 1.0 if better + worse == 0 else stats.binomtest(better, better + worse).pvalue
-        return "McNemar, exact", float(p)
-    if not changes.any():
-        return "sign permutation", 1.0
-    result = stats.permutation_test(
+    return stats.permutation_test(
         (changes,),
         lambda sample, axis: sample.sum(axis=axis),
         permutation_type="samples",
@@ -133,15 +133,13 @@ def find_p_value(
         n_resamples=num_resamples,
         batch=max(1, MAX_DRAWN // len(changes)),
         rng=np.random.default_rng(seed),
-    )
-    return "sign permutation", float(result.pvalue)
+    ).pvalue
 
 
 def adjust_by_holm(values: list[float]) -> list[float]:
     """p values of one measure's pairs, adjusted for multiple comparisons (Holm 1979)."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    adjusted, largest = [1.0] * len(values), 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, values[i] * (len(values) - rank)))
-        adjusted[i] = largest
-    return adjusted
+    order = np.argsort(values)
+    scaled = np.sort(values) * np.arange(len(values), 0, -1)
+    adjusted = np.empty(len(values))
+    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1)
+    return adjusted.tolist()

@@ -1,11 +1,9 @@
 """Scores models on tokenized sets of any task; existing results are reused."""
 
 import functools
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +28,7 @@ from mini_trainer.objectives.objective import Objective, ObjectiveSettings, Pack
 from mini_trainer.objectives.rewards import REWARD
 from mini_trainer.options import ComputeOptions, PreferenceOptions, ShardingOptions
 from mini_trainer.options.doors import METHODS
-from mini_trainer.use.evaluation.results import Measured, is_made_by, write_made
+from mini_trainer.use.evaluation.results import Measured, is_made_by
 from mini_trainer.use.evaluation.set_scores import CLASSES, LOSSES, PAIRS, Kept
 from mini_trainer.use.inference.loading import FoundModel
 
@@ -39,21 +37,14 @@ MAX_TOKENS_SHOWN = 2000  # per sequence
 WITHOUT_REFERENCE = PreferenceOptions(preference_loss="simpo", preference_beta=1, preference_gamma=0)
 
 
-@dataclass(frozen=True)
-class SetMeasure:
-    """How a model is measured on a set: the objective, and how its scores are kept and collected."""
-
-    objective: str
-    kept: Kept
-
-
-# By the set's objective, and the model's kind of classification: None for language models.
+# The objective that measures a model, and how its scores are kept, by the set's objective and the model's kind of
+# classification: None for language models.
 MEASURES = {
-    (CAUSAL_LM, None): SetMeasure(CAUSAL_LM, LOSSES),
-    (SEQUENCES, SEQUENCES): SetMeasure(SEQUENCES, CLASSES),
-    (TOKENS, TOKENS): SetMeasure(TOKENS, CLASSES),
-    (PREFERENCE, None): SetMeasure(PREFERENCE, PAIRS),
-    (PREFERENCE, SEQUENCES): SetMeasure(REWARD, PAIRS),
+    (CAUSAL_LM, None): (CAUSAL_LM, LOSSES),
+    (SEQUENCES, SEQUENCES): (SEQUENCES, CLASSES),
+    (TOKENS, TOKENS): (TOKENS, CLASSES),
+    (PREFERENCE, None): (PREFERENCE, PAIRS),
+    (PREFERENCE, SEQUENCES): (REWARD, PAIRS),
 }
 
 
@@ -64,35 +55,28 @@ def open_set(path: str, *, cache_dir: str) -> Mixture:
     return data
 
 
-def choose_measure(data: Mixture, found: FoundModel) -> SetMeasure:
-    """How the model is measured on the set; ValueError for a model of another kind."""
-    measure = MEASURES.get((data.task.objective, found.classifies))
-    if measure is None:
-        path, kind = data.sources[0].path, found.classifies or CAUSAL_LM
+def open_objective(data: Mixture, found: FoundModel) -> tuple[Objective, Kept]:
+    """The model's objective on the set, and how its scores are kept; ValueError for a model of another kind."""
+    task, kind = data.task, found.classifies
+    if (task.objective, kind) not in MEASURES:
         raise ValueError(
-            f"--data {path} is for {describe_task(data.task)}, but --model {found.name} for {kind}; allowed:"
-            f" {', '.join(f'{a} on {b or CAUSAL_LM}' for a, b in MEASURES)}"
+            f"--data {data.sources[0].path} is for {describe_task(task)}, but --model {found.name} for"
+            f" {kind or CAUSAL_LM}; allowed: {', '.join(f'{a} on {b or CAUSAL_LM}' for a, b in MEASURES)}"
         )
-    return measure
-
-
-def open_objective(data: Mixture, found: FoundModel) -> Objective:
-    """The objective that measures the model on the set."""
+    name, kept = MEASURES[task.objective, kind]
     settings = ObjectiveSettings(head_seed=None if found.adapter is None else 0, preference=WITHOUT_REFERENCE)
-    name = choose_measure(data, found).objective
-    return make_objective(name, settings, make_family(name, settings), data.task, data.count_labels)
+    return make_objective(name, settings, make_family(name, settings), task, data.count_labels), kept
 
 
 def check_set(data: Mixture, found: FoundModel) -> None:
     """ValueError if the set does not fit the model: tokenizer, task, labels, or length of samples."""
-    path = data.sources[0].path
-    sidecar = data.sources[0].sidecar
+    path, sidecar = data.sources[0].path, data.sources[0].sidecar
     if sidecar is not None and sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(found.tokenizer):
         raise ValueError(
             f"--data {path}: was made with a tokenizer other than {found.name}'s: tokenize it with that model's"
             " (losses of different tokenizers cannot be compared)"
         )
-    objective = open_objective(data, found)
+    objective, _ = open_objective(data, found)
     obstacle = objective.family.check_config(found.config, trust_remote_code=found.trust_remote_code)
     if obstacle is not None:
         raise ValueError(f"--model {found.name}: {obstacle}")
@@ -108,24 +92,16 @@ def check_labels(data: Mixture, found: FoundModel, objective: Objective) -> None
     if found.adapter is not None:
         log.warning(f"note: {found.name}: an adapter does not name its classes; assuming the order of {path}")
         return
-    names = tuple(config.id2label[i] for i in sorted(config.id2label))
+    names, model, problem = tuple(config.id2label[i] for i in sorted(config.id2label)), f"--model {found.name}", ""
     if objective.name == REWARD:
-        if len(names) > 1:
-            raise ValueError(
-                f"--data {path} is for {describe_task(task)}, but --model {found.name} has {len(names)} outputs: a"
-                " reward model has one"
-            )
-        return
-    is_other = len(names) != task.num_labels if task.label_type == "regression" else names != task.label_names
-    if is_other:
-        raise ValueError(
-            f"--data {path} is for {describe_task(task)}, but the labels of --model {found.name} are"
-            f" {describe_names(names)}: tokenize the rows with --label-names in the model's order"
-        )
-    if getattr(config, "problem_type", None) not in (None, PROBLEM_TYPES[task.label_type]):
-        raise ValueError(
-            f"--data {path} is for {describe_task(task)}, but --model {found.name} for {config.problem_type}"
-        )
+        problem = f"{model} has {len(names)} outputs: a reward model has one" if len(names) > 1 else ""
+    elif len(names) != task.num_labels if task.label_type == "regression" else names != task.label_names:
+        labels = f"the labels of {model} are {describe_names(names)}"
+        problem = f"{labels}: tokenize the rows with --label-names in the model's order"
+    elif getattr(config, "problem_type", None) not in (None, PROBLEM_TYPES[task.label_type]):
+        problem = f"{model} for {config.problem_type}"
+    if problem:
+        raise ValueError(f"--data {path} is for {describe_task(task)}, but {problem}")
 
 
 def measure_sets(
@@ -137,19 +113,15 @@ def measure_sets(
     scorer: PackedModel | None = None
     outcome = {}
     for name, data in data_sets.items():
-        objective, kept = open_objective(data, found), choose_measure(data, found).kept
-        (source,) = data.sources
-        digest = fingerprint_data(source)
-        path, made_by = folder / f"{name}.{kept.file}", identity | {"data": digest}
-        if not call_on_rank0(world, lambda path=path, made_by=made_by: is_made_by(path, made_by)):
-            trust = found.trust_remote_code
-            family = objective.family.complete(found.config, found.tokenizer, trust_remote_code=trust)
+        objective, kept = open_objective(data, found)
+        path, made_by = folder / f"{name}.{kept.file}", identity | {"data": fingerprint_data(data.sources[0])}
+        if not call_on_rank0(world, functools.partial(is_made_by, path, made_by)):
+            family = objective.family.complete(found.config, found.tokenizer, trust_remote_code=found.trust_remote_code)
             objective = replace(objective, family=family)
             scorer = scorer or build_scorer(found, objective, dtype=dtype, world=world)
             check_positions(scorer.model, longest=data.longest_sequence)
             scores = score_data(scorer, data, objective, cap=cap, world=world, by_sample=True)
-            describe = functools.partial(kept.describe, scores, objective)
-            call_on_rank0(world, functools.partial(write_lines, path, describe, made_by))
+            call_on_rank0(world, functools.partial(kept.write, path, scores, objective, made_by))
         outcome[name] = kept.read(path)
     return outcome
 
@@ -171,10 +143,6 @@ def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: 
     return model.eval()
 
 
-def write_lines(path: Path, describe: Callable[[], list[dict[str, Any]]], made_by: dict[str, Any]) -> None:
-    write_made(path, "".join(json.dumps(line) + "\n" for line in describe()), made_by)
-
-
 def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np.ndarray]) -> Measured:
     """All models' results side by side, with the samples' texts decoded by their common tokenizer."""
 
@@ -185,4 +153,5 @@ def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np
         ]
         return "\n\n--- or ---\n\n".join(texts)
 
-    return choose_measure(data, found).kept.collect(name, open_objective(data, found), tables, show)
+    objective, kept = open_objective(data, found)
+    return kept.collect(name, objective, tables, show)

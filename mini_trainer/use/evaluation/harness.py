@@ -114,17 +114,15 @@ def check_harness(tasks: Sequence[str]) -> None:
     if not tasks:
         return
     require("lm_eval", flag="--lm-eval")
-    for task in filter(is_task_file, tasks):
-        try:
-            name_task(Path(task))
-        except ValueError as error:
-            raise ValueError(f"--lm-eval {error}") from None
-    names = [task for task in tasks if not is_task_file(task)]
-    known = open_tasks(tuple(tasks))[0].task_index if names else {}
-    for name in names:
-        if name not in known:
+    for task in tasks:
+        if is_task_file(task):
+            try:
+                name_task(Path(task))
+            except ValueError as error:
+                raise ValueError(f"--lm-eval {error}") from None
+        elif task not in (known := open_tasks(tuple(tasks))[0].task_index):
             raise ValueError(
-                f"--lm-eval {name}: not a task or group of lm_eval {version('lm_eval')}{suggest(name, known, most=3)}"
+                f"--lm-eval {task}: not a task or group of lm_eval {version('lm_eval')}{suggest(task, known, most=3)}"
                 " (lm_eval ls tasks lists them; your own tasks are .yaml files)"
             )
 
@@ -183,10 +181,8 @@ def keep(sample: dict[str, Any]) -> dict[str, Any]:
 
 def collect_harness(outcomes: Sequence[dict[str, list[dict[str, Any]]] | None]) -> list[Measured]:
     """All models' results on the harness's tasks, side by side."""
-    if not outcomes or outcomes[0] is None:
-        return []
     measured = []
-    for task, first in outcomes[0].items():
+    for task in outcomes[0] or ():
         samples = [sorted(outcome[task], key=lambda sample: sample["index"]) for outcome in outcomes]
         first = samples[0]
         shown = [

@@ -1,5 +1,6 @@
 """Models to measure, by name or as exports of a run, and their labels."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,7 @@ class Named:
 
 def list_models(names: tuple[str, ...], run: str | None) -> list[Named]:
     """The models of --model, then the exports of --run in the order of their training."""
-    found = list(names) if run is None else [*names, *map(str, find_exports(Path(run)))]
-    twice = sorted({name for name in found if found.count(name) > 1})
-    if twice:
-        raise ValueError(f"--model {twice[0]}: is also among the exports of --run: leave one out")
+    found = list(dict.fromkeys([*names, *([] if run is None else map(str, find_exports(Path(run))))]))
     return [Named(label, name) for label, name in zip(make_labels(found), found, strict=True)]
 
 
@@ -41,23 +39,15 @@ def find_exports(run: Path) -> list[Path]:
     ]
     if not exports:
         raise ValueError(f"--run {run}: {folder} holds no export")
-
-    def place(path: Path) -> tuple[float, str]:
-        number = re.search(r"\d+", path.name)
-        return (float(number[0]) if number else float("inf")), path.name
-
-    return sorted(exports, key=place)
+    numbers = {path: re.search(r"\d+", path.name) for path in exports}
+    return sorted(exports, key=lambda path: (float(found[0]) if (found := numbers[path]) else math.inf, path.name))
 
 
 def make_labels(names: list[str]) -> list[str]:
     """The shortest distinct suffixes of the names, by path components, cleaned for use as file names."""
     parts = [[part for part in name.split("/") if part not in ("", ".", EXPORTS_DIR)] for name in names]
-    for count in range(1, max(map(len, parts)) + 1):
-        labels = ["/".join(own[-count:]) for own in parts]
-        if len(set(labels)) == len(labels):
-            break
-    else:
-        labels = names
+    shortened = (["/".join(own[-count:]) for own in parts] for count in range(1, max(map(len, parts)) + 1))
+    labels = next((labels for labels in shortened if len(set(labels)) == len(labels)), names)
     cleaned = [re.sub(r"[^\w.\-]+", "_", label).strip("_.") or "model" for label in labels]
     return [label if cleaned.count(label) == 1 else f"{label}_{i + 1}" for i, label in enumerate(cleaned)]
 

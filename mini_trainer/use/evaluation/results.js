@@ -89,7 +89,7 @@ function drawMeans() {
     extra.num_refused && `${data.models[i]}: ${extra.num_refused} prompts too long, which count as wrong`,
   ].filter(Boolean).join(", ")).filter(Boolean).join("; ");
   byId("about").textContent = `${one.num_samples.toLocaleString("en")} samples, ${direction}; the thin lines are 95 %`
-    + ` intervals (bootstrap over samples). ${extras}`;
+    + ` intervals (${one.is_right_or_wrong ? "Wilson" : "bootstrap over samples"}). ${extras}`;
 }
 
 function drawPairs() {

@@ -6,7 +6,7 @@ Results are stored with a record of how they were made, so that they are not com
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,19 @@ class Measured:
     shown: list[dict[str, Any]]  # prompt and references of each sample
     samples: list[list[AnswerRecord]]
     scores: list[SampleScores]
-    extras: list[dict[str, Any]] = field(default_factory=list)  # one per model
-
-    def describe(self, *, seed: int, num_resamples: int) -> dict[str, Any]:
-        """The set's entry in results.json."""
-        metrics = [compare(scores, seed=seed, num_resamples=num_resamples) for scores in self.scores]
-        return {"name": self.name, "kind": self.kind, "num_samples": len(self.shown), "metrics": metrics,
-                "extras": self.extras}  # fmt: skip
+    extras: list[dict[str, Any]]  # one per model
 
 
 def write_results(
     folder: Path, measured: Sequence[Measured], models: list[dict[str, Any]], *, num_resamples: int
 ) -> list[str]:
     """Writes results.json and the page, and returns the verdicts."""
-    sets = [one.describe(seed=SEED, num_resamples=num_resamples) for one in measured]
+    sets = [
+        {"name": one.name, "kind": one.kind, "num_samples": len(one.shown),
+         "metrics": [compare(scores, seed=SEED, num_resamples=num_resamples) for scores in one.scores],
+         "extras": one.extras}
+        for one in measured
+    ]  # fmt: skip
     result = {"models": models, "num_resamples": num_resamples, "seed": SEED, "sets": sets}
     with written_aside(folder / "results.json", folder / "results.html") as (results, page):
         results.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -53,53 +52,33 @@ def write_results(
     return write_verdicts(result, [model["label"] for model in models])
 
 
-def find_best(metric: dict[str, Any]) -> int:
-    """The first model with the best mean."""
-    means = [value["mean"] * (1 if metric["higher_is_better"] else -1) for value in metric["values"]]
-    return means.index(max(means))
-
-
-def find_pair(metric: dict[str, Any], a: int, b: int) -> dict[str, Any]:
-    """The comparison of b with a, turned round if the metric has that of a with b."""
-    for pair in metric["pairs"]:
-        if (pair["a"], pair["b"]) == (a, b):
-            return pair
-        if (pair["a"], pair["b"]) == (b, a):
-            turned = {"a": a, "b": b, "difference": -pair["difference"], "low": -pair["high"], "high": -pair["low"]}
-            return pair | turned | {"num_better": pair["num_worse"], "num_worse": pair["num_better"]}
-    raise KeyError((a, b))
-
-
 def write_verdicts(result: dict[str, Any], labels: Sequence[str]) -> list[str]:
     """Text lines that compare the models with the best one, by each set's first measure."""
-    lines = []
+    lines, width = [], max(map(len, labels))
     for measured in result["sets"]:
         metric = measured["metrics"][0]
-        best = find_best(metric)
+        means = [value["mean"] * (1 if metric["higher_is_better"] else -1) for value in metric["values"]]
+        best = means.index(max(means))
         lines.append(f"{measured['name']}, {metric['num_samples']:,} samples, by {metric['name']}:")
-        lines += [
-            f"  {'*' if i == best else ' '} {label:{max(map(len, labels))}}  {describe_value(value)}"
-            + ("" if i == best else f"   {describe_pair(find_pair(metric, best, i))}")
-            + describe_refused(measured["extras"], i)
-            for i, (label, value) in enumerate(zip(labels, metric["values"], strict=True))
-        ]
+        for i, (label, value) in enumerate(zip(labels, metric["values"], strict=True)):
+            line = f"  {'*' if i == best else ' '} {label:{width}}  {value['mean']:.4f}"
+            line += f" [{value['low']:.4f}, {value['high']:.4f}]" + describe_difference(metric, best, i)
+            if num_refused := measured["extras"][i].get("num_refused"):
+                line += f"   (prompts too long, counted as wrong: {num_refused:,})"
+            lines.append(line)
     return lines
 
 
-def describe_refused(extras: Sequence[dict[str, Any]], i: int) -> str:
-    num_refused = extras[i].get("num_refused", 0) if extras else 0
-    return f"   (prompts too long, counted as wrong: {num_refused:,})" if num_refused else ""
-
-
-def describe_value(value: dict[str, float]) -> str:
-    return f"{value['mean']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
-
-
-def describe_pair(pair: dict[str, Any]) -> str:
-    """A model's difference from the best one."""
+def describe_difference(metric: dict[str, Any], best: int, i: int) -> str:
+    """A model's difference from the best one; "" for the best one itself."""
+    if i == best:
+        return ""
+    pair = next(pair for pair in metric["pairs"] if {pair["a"], pair["b"]} == {best, i})
+    sign, counts = (1, ("num_better", "num_worse")) if pair["b"] == i else (-1, ("num_worse", "num_better"))
+    num_better, num_worse = (pair[name] for name in counts)
     told = "" if pair["p_holm"] < ALPHA else ", which may be chance"
     return (
-        f"{pair['difference']:+.4f}; better on {pair['num_better']:,}, worse on {pair['num_worse']:,}"
+        f"   {sign * pair['difference']:+.4f}; better on {num_better:,}, worse on {num_worse:,}"
         f" (p {pair['p_holm']:.2g}{told})"
     )
 
@@ -126,12 +105,7 @@ def describe_set(
     names = [metric["name"] for metric in one["metrics"]]
     ordered = sorted(range(len(shown)), key=lambda i: (-measure_spread([own[i] for own in samples], names[0]), i))
     kept = sorted(ordered[:MAX_SAMPLES])
-    return {
-        "name": one["name"],
-        "kind": one["kind"],
-        "total": len(shown),
-        "metrics": one["metrics"],
-        "extras": one["extras"],
+    return one | {
         "samples": [
             {
                 "at": i,
@@ -141,7 +115,7 @@ def describe_set(
                 "answers": [describe_answer(own[i], names) for own in samples],
             }
             for i in kept
-        ],
+        ]
     }
 
 

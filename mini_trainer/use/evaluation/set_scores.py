@@ -4,6 +4,7 @@ N targets in n samples, C classes (or values), K numbers per target.
 """
 
 import functools
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,17 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from mini_trainer.data.columns.base import PREFERENCE, DataTask
+from mini_trainer.data.columns.base import CAUSAL_LM, PREFERENCE, DataTask
 from mini_trainer.model.scoring.data_scores import DataScores
 from mini_trainer.objectives import preferences, rewards
 from mini_trainer.objectives.classes import Classification, describe_prediction, predict_classes, summarize_classes
 from mini_trainer.objectives.next_tokens import MAX_EXPONENT
 from mini_trainer.objectives.objective import Objective
 from mini_trainer.use.evaluation.comparison import SampleScores, list_scores
-from mini_trainer.use.evaluation.results import Measured, read_lines
+from mini_trainer.use.evaluation.results import Measured, read_lines, write_made
 
 Tables = Sequence[np.ndarray]  # a file's rows, of each model
 Show = Callable[[int], str]  # returns a row's text
+Collect = Callable[[str, Any, Tables, Show], Measured]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,10 @@ class Kept:
     file: str  # after the set's name in that of a file
     describe: Callable[[DataScores, Any], list[dict[str, Any]]]  # the lines of a file, by an objective
     read: Callable[[Path], np.ndarray]  # a file's lines as rows
-    collect: Callable[[str, Any, Tables, Show], Measured]  # of all models
+    collect: Collect  # of all models
+
+    def write(self, path: Path, found: DataScores, objective: Objective, made_by: dict[str, Any]) -> None:
+        write_made(path, "".join(json.dumps(line) + "\n" for line in self.describe(found, objective)), made_by)
 
 
 def read_columns(path: Path, names: Iterable[str]) -> np.ndarray:  # (n, names)
@@ -41,14 +46,26 @@ def read_columns(path: Path, names: Iterable[str]) -> np.ndarray:  # (n, names)
     return np.array([[line[name] for name in names] for line in lines])
 
 
-# Losses of language models, by sample.
+# Keys of a sample and of a pair in files, and the columns of an objective's sums, which a pair's weight has multiplied.
+LOSS_SUMS = {name: name for name in ("loss_sum", "num_right", "num_targets")}
+PAIR_SUMS = {"accuracy": "rewards/accuracies", "chosen": "rewards/chosen", "rejected": "rewards/rejected",
+             "loss": "loss", "weight": "pairs"}  # fmt: skip
+COLUMNS = {CAUSAL_LM: tuple(LOSS_SUMS), PREFERENCE: preferences.SUMS, rewards.REWARD: rewards.SUMS}
 
-LOSS_SUMS = ("loss_sum", "num_right", "num_targets")  # keys of a sample in files
 
-
-def describe_losses(found: DataScores, objective: Objective) -> list[dict[str, float]]:
+def describe_sums(found: DataScores, objective: Objective, *, names: dict[str, str]) -> list[dict[str, float]]:
     """The lines of a file."""
-    return [dict(zip(("index", *LOSS_SUMS), (i, *row), strict=True)) for i, row in enumerate(found.sums.tolist())]
+    columns = [COLUMNS[objective.name].index(column) for column in names.values()]
+    rows = found.sums[:, columns].tolist()
+    return [{"index": i} | dict(zip(names, row, strict=True)) for i, row in enumerate(rows)]
+
+
+def keep_sums(file: str, names: dict[str, str], collect: Collect) -> Kept:
+    describe, read = (functools.partial(function, names=names) for function in (describe_sums, read_columns))
+    return Kept(file, describe, read, collect)
+
+
+# Losses of language models, by sample.
 
 
 def collect_losses(name: str, objective: Objective, tables: Tables, show: Show) -> Measured:
@@ -68,22 +85,11 @@ def collect_losses(name: str, objective: Objective, tables: Tables, show: Show) 
     return Measured(name, "losses", shown, list_scores(scores), scores, extras)
 
 
-LOSSES = Kept("losses.jsonl", describe_losses, functools.partial(read_columns, names=LOSS_SUMS), collect_losses)
+LOSSES = keep_sums("losses.jsonl", LOSS_SUMS, collect_losses)
 
 
 # Pairs of a chosen and a rejected answer: how often a model prefers the chosen one. Of an answer a reward model has its
 # reward, a language model the mean log-probability of its tokens.
-
-# Keys of a pair in files, and the columns of an objective's sums.
-PAIR_SUMS = {"accuracy": "rewards/accuracies", "chosen": "rewards/chosen", "rejected": "rewards/rejected",
-             "loss": "loss", "weight": "pairs"}  # fmt: skip
-COLUMNS = {PREFERENCE: preferences.SUMS, rewards.REWARD: rewards.SUMS}
-
-
-def describe_pairs(found: DataScores, objective: Objective) -> list[dict[str, float]]:
-    """The lines of a file: a pair's values, each multiplied by the pair's weight, and the weight."""
-    sums = found.sums.numpy()[:, [COLUMNS[objective.name].index(name) for name in PAIR_SUMS.values()]]
-    return [{"index": i} | dict(zip(PAIR_SUMS, row, strict=True)) for i, row in enumerate(sums.tolist())]
 
 
 def collect_pairs(name: str, objective: Objective, tables: Tables, show: Show) -> Measured:
@@ -100,7 +106,7 @@ def collect_pairs(name: str, objective: Objective, tables: Tables, show: Show) -
     return Measured(name, "pairs", shown, list_scores(scores), scores, [{} for _ in tables])
 
 
-PAIRS = Kept("pairs.jsonl", describe_pairs, functools.partial(read_columns, names=PAIR_SUMS), collect_pairs)
+PAIRS = keep_sums("pairs.jsonl", PAIR_SUMS, collect_pairs)
 
 
 # Classifiers' predictions.
@@ -122,28 +128,22 @@ def read_predictions(path: Path) -> np.ndarray:  # (N, 2 + K + C)
     return np.array([[line["index"], line["token"], *line["target"], *line["logits"]] for line in lines])
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """All models' predictions of the same targets."""
-
-    task: DataTask
-    sample_of: np.ndarray  # (N,): index of each target's sample
-    counts: np.ndarray  # (n,) fp64: number of targets of each sample
-    targets: np.ndarray  # (N, K)
-    logits: list[np.ndarray]  # (N, C) of each model
-
-    def add_up(self, values: np.ndarray) -> np.ndarray:  # (N,) -> (n,)
-        return np.bincount(self.sample_of, values, minlength=len(self.counts))
-
-
 def collect_classes(name: str, objective: Classification, tables: Tables, show: Show) -> Measured:
     """All models' predictions side by side; `show` returns a row's text."""
     rows, sample_of, counts = np.unique(tables[0][:, 0].astype(int), return_inverse=True, return_counts=True)
-    targets, _ = objective.split_predictions(tables[0][:, 2:])
-    logits = [objective.split_predictions(own[:, 2:])[1] for own in tables]
+    targets, _ = objective.split_predictions(tables[0][:, 2:])  # (N, K)
+    logits = [objective.split_predictions(own[:, 2:])[1] for own in tables]  # (N, C) of each model
+    by_target = [measure_targets(objective, targets, own) for own in logits]
+    scores = [
+        SampleScores(
+            measure,
+            np.array([np.bincount(sample_of, own[measure]) for own in by_target]),
+            counts.astype(float),
+            higher_is_better=measure == "accuracy",
+        )
+        for measure in by_target[0]
+    ]
     task = objective.task
-    predicted = Predicted(task, sample_of, counts.astype(float), targets, logits)
-    scores = measure_scores(predicted, objective)
     shown = [
         {"place": f"sample {row}", "prompt": show(row), "references": [label]}
         for row, label in zip(rows.tolist(), join_labels(task, sample_of, targets), strict=True)
@@ -157,18 +157,12 @@ def collect_classes(name: str, objective: Classification, tables: Tables, show: 
     return Measured(name, "classes", shown, samples, scores, extras)
 
 
-def measure_scores(predicted: Predicted, objective: Classification) -> list[SampleScores]:
-    """Accuracy and loss; for regression, loss and mean absolute error."""
-    task, targets, counts = predicted.task, predicted.targets, predicted.counts
-    losses = [
-        objective.loss.measure(torch.from_numpy(own), torch.from_numpy(targets)).numpy() for own in predicted.logits
-    ]
-    loss = SampleScores("loss", np.array(list(map(predicted.add_up, losses))), counts, higher_is_better=False)
-    if task.label_type == "regression":
-        errors = np.array([predicted.add_up(np.abs(own - targets).mean(1)) for own in predicted.logits])
-        return [loss, SampleScores("mae", errors, counts, higher_is_better=False)]
-    right = [(predict_classes(task, own) == targets).all(1) for own in predicted.logits]
-    return [SampleScores("accuracy", np.array(list(map(predicted.add_up, right))), counts), loss]
+def measure_targets(objective: Classification, targets: np.ndarray, logits: np.ndarray) -> dict[str, np.ndarray]:
+    """A model's scores of each target, (N,): accuracy and loss; for regression, loss and mean absolute error."""
+    losses = objective.loss.measure(torch.from_numpy(logits), torch.from_numpy(targets)).numpy()
+    if objective.task.label_type == "regression":
+        return {"loss": losses, "mae": np.abs(logits - targets).mean(1)}
+    return {"accuracy": (predict_classes(objective.task, logits) == targets).all(1), "loss": losses}
 
 
 def join_labels(task: DataTask, sample_of: np.ndarray, targets: np.ndarray) -> list[str]:

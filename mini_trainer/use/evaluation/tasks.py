@@ -1,17 +1,17 @@
 """Generates and scores a model's answers to a task's prompts; existing results are reused."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.rows.prompts import Prompt, read_prompts
-from mini_trainer.data.stores.disk import written_aside
+from mini_trainer.data.stores.disk import write_text
 from mini_trainer.distributed.world import World
-from mini_trainer.options.problems.finding import require
 from mini_trainer.options.tools import EvaluateOptions, SamplingOptions
 from mini_trainer.use.evaluation.comparison import gather_scores
-from mini_trainer.use.evaluation.metrics import PACKAGES, choose_measures, read_label, score_answer, score_corpus
+from mini_trainer.use.evaluation.metrics import choose_form, choose_measures, read_label, score_answer, score_corpus
 from mini_trainer.use.evaluation.results import AnswerRecord, Measured
 from mini_trainer.use.inference.answers import AnswerFile, answer_all, describe_making, dump, is_cut, is_refused
 from mini_trainer.use.inference.engine import Engine
@@ -24,7 +24,11 @@ class EvaluationTask:
     name: str
     prompts: list[Prompt]
     measures: list[str]
-    labels: list[str] = field(default_factory=list)
+    labels: list[str]  # for the measure `label`
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        return [{"place": one.place, "prompt": one.shown, "references": list(one.references)} for one in self.prompts]
 
 
 def open_task(path: str, name: str, options: EvaluateOptions) -> EvaluationTask:
@@ -40,10 +44,8 @@ def open_task(path: str, name: str, options: EvaluateOptions) -> EvaluationTask:
             raise ValueError(f"--task {path}: {prompt.place} has no reference (a last answer, completion or answer)")
     references = [prompt.references for prompt in prompts]
     measures = choose_measures(options.metrics, references)
-    for measure in measures:
-        if measure in PACKAGES:
-            require(PACKAGES[measure], flag=f"--metrics {measure}")
-    labels = sorted({reference for several in references for reference in several}) if "label" in measures else []
+    labels = sorted({*chain(*references)}) if "label" in measures else []
+    choose_form(tuple(labels))  # refuses labels that look the same before a model is loaded
     return EvaluationTask(name, prompts, measures, labels)
 
 
@@ -57,7 +59,8 @@ def measure_task(
     if lines is None:
         return None
     samples = [score_line(line, task) for line in lines]
-    write_samples(folder / f"{task.name}.scores.jsonl", samples, task)
+    lines = [{"index": i} | shown | sample for i, (shown, sample) in enumerate(zip(task.shown, samples, strict=True))]
+    write_text(folder / f"{task.name}.scores.jsonl", "".join(map(dump, lines)))
     return samples
 
 
@@ -72,24 +75,10 @@ def score_line(line: dict[str, Any], task: EvaluationTask) -> AnswerRecord:
     return sample | ({"label": read_label(answer, task.labels)} if "label" in task.measures else {})
 
 
-def write_samples(path: Path, samples: Sequence[AnswerRecord], task: EvaluationTask) -> None:
-    with written_aside(path) as (aside,):
-        lines = [
-            {"index": i, "place": prompt.place, "prompt": prompt.shown, "references": prompt.references} | sample
-            for i, (prompt, sample) in enumerate(zip(task.prompts, samples, strict=True))
-        ]
-        aside.write_text("".join(map(dump, lines)), encoding="utf-8")
-
-
 def collect_task(task: EvaluationTask, samples: Sequence[list[AnswerRecord]]) -> Measured:
     """All models' samples side by side."""
-    shown = [
-        {"place": prompt.place, "prompt": prompt.shown, "references": list(prompt.references)}
-        for prompt in task.prompts
-    ]
-    scores = gather_scores(samples, task.measures)
     extras = [summarize_answers(task, own) for own in samples]
-    return Measured(task.name, "answers", shown, list(samples), scores, extras)
+    return Measured(task.name, "answers", task.shown, list(samples), gather_scores(samples, task.measures), extras)
 
 
 def summarize_answers(task: EvaluationTask, samples: Sequence[AnswerRecord]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mini_trainer.data.stores.disk import describe_failed_write, make_parent, sync_file, written_aside
+from mini_trainer.data.stores.disk import describe_failed_write, make_parent, sync_file, write_text, written_aside
 from mini_trainer.data.stores.model_files import MODEL_FLAG, find_model, find_weights
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.messages import show_progress
@@ -27,7 +27,7 @@ from mini_trainer.model.quantized import name_kind
 from mini_trainer.model.stored_tensors import Reader, find_quantization
 from mini_trainer.model.weights import read_weights
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.use.exporters.gguf_tokenizer import add_tokenizer
+from mini_trainer.use.exporters.gguf_tokenizer import add_tokenizer, make_modelfile
 
 # Parameters that llama.cpp reads, by the kind of rotary embedding; transformers writes the first line's for every kind.
 ROPE_KEYS = {"rope_type", "type", "rope_theta"}
@@ -54,34 +54,23 @@ class Architecture:
     has_windows: bool = False
 
 
-SILU = {"hidden_act": ("silu",)}
+SILU, NO_BIAS = {"hidden_act": ("silu",)}, {"attention_bias": (False,)}
 LLAMA = Architecture(gguf.MODEL_ARCH.LLAMA, SILU, ropes=tuple(KEYS_OF_ROPE), interleaves_rope=True)
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen2": Architecture(gguf.MODEL_ARCH.QWEN2, SILU),
-    "qwen3": Architecture(gguf.MODEL_ARCH.QWEN3, SILU | {"attention_bias": (False,)}),
+    "qwen3": Architecture(gguf.MODEL_ARCH.QWEN3, SILU | NO_BIAS),
     "qwen3_moe": Architecture(
         gguf.MODEL_ARCH.QWEN3MOE,
-        SILU
-        | {
-            "attention_bias": (False,),
-            "norm_topk_prob": (True,),
-            "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([],),
-        },
+        SILU | NO_BIAS | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
     ),
-    "smollm3": Architecture(
-        gguf.MODEL_ARCH.SMOLLM3, SILU | {"attention_bias": (False,), "mlp_bias": (False,)}, interleaves_rope=True
-    ),
+    "smollm3": Architecture(gguf.MODEL_ARCH.SMOLLM3, SILU | NO_BIAS | {"mlp_bias": (False,)}, interleaves_rope=True),
     "gemma3_text": Architecture(
         gguf.MODEL_ARCH.GEMMA3,
-        {
-            "hidden_activation": ("gelu_pytorch_tanh",),
-            "attention_bias": (False,),
-            "attn_logit_softcapping": (None,),
-            "use_bidirectional_attention": (None, False),
-        },
+        NO_BIAS
+        | {"hidden_activation": ("gelu_pytorch_tanh",), "attn_logit_softcapping": (None,)}
+        | {"use_bidirectional_attention": (None, False)},
         ropes=("default", "linear"),
         norm_offset=1.0,
         has_windows=True,
@@ -132,11 +121,10 @@ def find_rope_problems(config: PreTrainedConfig, architecture: Architecture) -> 
         if kind not in supported:
             problems.append(f"rope_type of {layers} is {kind!r}, supported: {', '.join(map(repr, supported))}")
             continue
-        given = {key for key, value in rope.items() if value is not None}
-        if rope.get("partial_rotary_factor") == 1:
-            given.remove("partial_rotary_factor")
-        unread = given - ROPE_KEYS - KEYS_OF_ROPE[kind]
-        if unread:
+        given = {
+            key for key, value in rope.items() if value is not None and (key, value) != ("partial_rotary_factor", 1)
+        }
+        if unread := given - ROPE_KEYS - KEYS_OF_ROPE[kind]:
             problems.append(f"rope_parameters of {layers} have {', '.join(sorted(unread))}, which it does not read")
     return problems
 
@@ -198,12 +186,10 @@ def add_ropes(writer: gguf.GGUFWriter, ropes: dict[str, dict[str, Any]]) -> None
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        for key, add in (
-            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
-            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
-        ):
-            if rope.get(key) is not None:
-                add(rope[key])
+        if rope.get("beta_fast") is not None:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        if rope.get("beta_slow") is not None:
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
 
 
 def make_rope_factors(config: PreTrainedConfig) -> Tensor | None:
@@ -223,12 +209,9 @@ def split_parameter(name: str, shape: tuple[int, ...], read: Reader) -> Iterator
         yield name, shape, read
         return
     num_experts, num_rows, width = shape
+    half = (num_experts, num_rows // 2, width)
     for i, part in enumerate(("gate_proj", "up_proj")):
-        yield (
-            name.replace("gate_up_proj", part),
-            (num_experts, num_rows // 2, width),
-            lambda i=i: read().chunk(2, dim=1)[i],
-        )
+        yield name.replace("gate_up_proj", part), half, lambda i=i: read().chunk(2, dim=1)[i]
 
 
 def convert_tensor(tensor: Tensor, name: str, config: PreTrainedConfig, architecture: Architecture) -> Tensor:
@@ -268,12 +251,11 @@ class PlannedTensor:
 
     @property
     def num_bytes(self) -> int:
-        block_size, block_bytes = gguf.GGML_QUANT_SIZES[self.type]
-        return math.prod(self.shape) // block_size * block_bytes
+        return math.prod(gguf.quant_shape_to_byte_shape(self.shape, self.type))
 
 
-def write_gguf(model_dir: Path, target: Path, dtype: str) -> tuple[int, list[str]]:
-    """Writes the model in `model_dir` to `target`, under a temporary name until it is complete.
+def write_gguf(model_dir: Path, target: Path, dtype: str, *, modelfile: Path | None = None) -> tuple[int, list[str]]:
+    """Writes the model in `model_dir` to `target`, under a temporary name until it is complete, and its Modelfile.
 
     `dtype`, a key of `TYPES`, is that of matrices; vectors are in fp32. Returns the number of bytes and notes for the
     user. ValueError if llama.cpp cannot run the model as transformers does.
@@ -284,8 +266,8 @@ def write_gguf(model_dir: Path, target: Path, dtype: str) -> tuple[int, list[str
         architecture = find_architecture(config)
         writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture.arch])
         notes = add_hyperparameters(writer, config, architecture)
-        generation = load_generation_config(name, config)
-        notes += add_tokenizer(writer, load_tokenizer(name), generation, vocab_size=config.vocab_size)
+        generation, tokenizer = load_generation_config(name, config), load_tokenizer(name)
+        notes += add_tokenizer(writer, tokenizer, generation, vocab_size=config.vocab_size)
     except ValueError as error:
         raise ValueError(f"{MODEL_FLAG} {name}: {error}") from None
     writer.add_type(gguf.GGUFType.MODEL)
@@ -293,8 +275,7 @@ def write_gguf(model_dir: Path, target: Path, dtype: str) -> tuple[int, list[str
     writer.add_file_type(file_type)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     planned = plan_tensors(name, config, architecture, matrix_type)
-    num_in_f16 = sum(tensor.type not in (F32, matrix_type) for tensor in planned)
-    if num_in_f16:
+    if num_in_f16 := sum(tensor.type not in (F32, matrix_type) for tensor in planned):
         notes.append(f"{num_in_f16} matrices are in f16: their rows are not a multiple of {dtype}'s block size")
     make_parent(target)
     with written_aside(target) as (aside,):
@@ -303,14 +284,15 @@ def write_gguf(model_dir: Path, target: Path, dtype: str) -> tuple[int, list[str
         except OSError as error:
             num_bytes = sum(tensor.num_bytes for tensor in planned)
             raise OSError(describe_failed_write(f"the file {target}", error, aside, num_bytes)) from None
+    if modelfile is not None:
+        write_text(modelfile, make_modelfile(target.name, tokenizer, generation))
     return target.stat().st_size, notes
 
 
 def load_unquantized_config(model_dir: str) -> PreTrainedConfig:
     """The config of a complete and safe model directory; ValueError for adapters and quantized checkpoints."""
     find_model(model_dir, revision=None, trust_remote_code=False)
-    settings = find_quantization(model_dir)
-    if settings is not None:
+    if (settings := find_quantization(model_dir)) is not None:
         raise ValueError(
             f"{MODEL_FLAG} {model_dir}: is quantized ({name_kind(settings)}): export the model that it was made from"
         )
@@ -358,12 +340,10 @@ def plan_tensors(
             name = names.get_name(part, try_suffixes=(".weight", ".bias"))
             assert name is not None, f"gguf has no name for {part}"
             name = name if name.endswith((".weight", ".bias")) else f"{name}.weight"  # of experts
-            own_kind = kind if shape[-1] % block_size == 0 else F16
-            if len(shape) == 1 or ROUTER in name:
-                own_kind = F32
+            is_matrix, fits = len(shape) > 1 and ROUTER not in name, shape[-1] % block_size == 0
+            own_kind = (kind if fits else F16) if is_matrix else F32
             planned.append(PlannedTensor(name, origin, read_part, shape, own_kind))
-    factors = make_rope_factors(config)
-    if factors is not None:
+    if (factors := make_rope_factors(config)) is not None:
         name = f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]}.weight"
         planned.insert(0, PlannedTensor(name, name, lambda: factors, tuple(factors.shape), F32))
     return planned
@@ -371,12 +351,10 @@ def plan_tensors(
 
 def quantize(planned: PlannedTensor, tensor: Tensor) -> np.ndarray:
     """The numbers in the file's type, some rows at a time; ValueError for those beyond its range."""
-    num_rows = max(1, ROW_BYTES * len(tensor) // (4 * tensor.numel()))
-    return np.concatenate([quantize_rows(planned, rows) for rows in tensor.split(num_rows)])
-
-
-def quantize_rows(planned: PlannedTensor, rows: Tensor) -> np.ndarray:
-    numbers = np.ascontiguousarray(rows.float().numpy())
-    if planned.type == F16 and max(numbers.max(), -numbers.min()) >= LARGEST_F16:
-        raise ValueError(f"{planned.origin} has numbers beyond the range of f16: use --dtype bf16")
-    return gguf.quants.quantize(numbers, planned.type)
+    num_rows, converted = max(1, ROW_BYTES * len(tensor) // (4 * tensor.numel())), []
+    for rows in tensor.split(num_rows):
+        numbers = np.ascontiguousarray(rows.float().numpy())
+        if planned.type == F16 and max(numbers.max(), -numbers.min()) >= LARGEST_F16:
+            raise ValueError(f"{planned.origin} has numbers beyond the range of f16: use --dtype bf16")
+        converted.append(gguf.quants.quantize(numbers, planned.type))
+    return np.concatenate(converted)

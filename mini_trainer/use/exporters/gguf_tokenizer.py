@@ -7,16 +7,19 @@ expression that is known by name, and "llama" for those made by SentencePiece, w
 import json
 import re
 import time
+from contextlib import suppress
 from typing import Any
 
 import gguf
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from mini_trainer.data.chat.rendering import template_errors
+from mini_trainer.model.config import list_stops
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 SPACE = "\u2581"  # a blank in SentencePiece's vocabularies
 SYSTEM, USER = "Sys-1x", "User-2x"  # contents of a chat that is rendered
+THINKING = "with thinking turned on, which this template leaves off: start it with --reasoning off"
 DATED = "with today's date, and not the one that this template has"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -40,12 +43,13 @@ STOPS = {
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
-# Defaults for generating, by their names in a generation config.
+# Defaults for sampling, by their names in a generation config.
 SAMPLING = {
     "temperature": gguf.GGUFWriter.add_sampling_temp,
     "top_k": gguf.GGUFWriter.add_sampling_top_k,
     "top_p": gguf.GGUFWriter.add_sampling_top_p,
     "min_p": gguf.GGUFWriter.add_sampling_min_p,
+    "repetition_penalty": gguf.GGUFWriter.add_sampling_penalty_repeat,
 }
 
 
@@ -70,9 +74,7 @@ def add_tokenizer(
         writer.add_tokenizer_pre("default")
         writer.add_add_space_prefix(has_space_prefix(stored))
         # With minus the rank of the first merge that makes a token as its score, llama.cpp merges like `merges`.
-        ranks: dict[str, int] = {}
-        for rank, (left, right) in enumerate(merges):
-            ranks.setdefault(left + right, rank)
+        ranks = {left + right: rank for rank, (left, right) in reversed([*enumerate(merges)])}
         writer.add_token_scores([-float(ranks.get(text, len(merges))) for text in tokens])
         notes.append(
             "llama.cpp merges by scores where this tokenizer has an order of merges: a few texts, such as those with"
@@ -175,13 +177,12 @@ def has_space_prefix(stored: dict[str, Any]) -> bool:
 def add_special_tokens(
     writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
 ) -> list[str]:
-    stops = generation.eos_token_id
-    stops = stops if isinstance(stops, list) else [stops]
+    stops = list_stops(generation, tokenizer)
     # Without one, llama.cpp takes a token of any text for it.
     bos = generation.bos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    eos = stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    eos = next(iter(stops), None) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     # llama.cpp ends an answer at any of three, and at those that it knows.
-    others = [stop for stop in stops if stop not in (eos, None)]
+    others = [stop for stop in stops if stop != eos]
     others.sort(key=lambda stop: tokenizer.convert_ids_to_tokens(stop) in STOPS)
     for add, token_id in [
         (writer.add_bos_token_id, bos),
@@ -199,19 +200,16 @@ def add_special_tokens(
         if (value := getattr(generation, name)) is not None:
             add(writer, value)
     left_out = [text for text in tokenizer.convert_ids_to_tokens(others[2:]) if text not in STOPS]
-    if left_out:
-        return [f"llama.cpp has room for three stop tokens; left out: {', '.join(map(repr, left_out))}"]
-    return []
+    return [f"llama.cpp has room for three stop tokens; left out: {', '.join(map(repr, left_out))}"] if left_out else []
 
 
-def list_given() -> dict[str, tuple[object, str]]:
-    """A variable that llama.cpp passes to templates, and the note on prompts that it changes."""
-    thinking = "with thinking turned on, which this template leaves off: start it with --reasoning off"
-    return {
-        "enable_thinking": (True, thinking),
-        "date_string": (time.strftime("%d %b %Y"), DATED),
-        "datetime": (time.strftime("%b %d %Y"), DATED),
-    }
+def make_modelfile(name: str, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig) -> str:
+    """A Modelfile for the GGUF file `name`, from which Ollama reads neither stop tokens nor sampling defaults."""
+    stops = tokenizer.convert_ids_to_tokens(list_stops(generation, tokenizer))
+    sampling = {key.replace("repetition", "repeat"): getattr(generation, key) for key in SAMPLING}
+    given = [f'stop "{token}"' for token in stops]
+    given += [f"{key} {value}" for key, value in sampling.items() if value is not None]
+    return "\n".join([f"FROM ./{name}", *(f"PARAMETER {line}" for line in given)]) + "\n"
 
 
 def check_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -220,21 +218,23 @@ def check_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     llama.cpp runs the template with a Jinja of its own, and gives it more than transformers does: `enable_thinking`,
     the date, the system message as part of the first question where the template leaves it out (common/chat.cpp).
     """
+    given = {
+        "enable_thinking": (True, THINKING),
+        "date_string": (time.strftime("%d %b %Y"), DATED),
+        "datetime": (time.strftime("%b %d %Y"), DATED),
+    }
     try:
         plain = render_question(tokenizer)
-        notes = [f"llama.cpp writes chats {how}" for key, (value, how) in list_given().items()
+        notes = [f"llama.cpp writes chats {how}" for key, (value, how) in given.items()
                  if render_question(tokenizer, **{key: value}) != plain]  # fmt: skip
     except ValueError:
         return []
     adds_bos = tokenizer.bos_token is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     if adds_bos and not plain.startswith(tokenizer.bos_token):
         notes.append(f"llama.cpp puts {tokenizer.bos_token!r} before a chat, which this template does not")
-    try:
-        leaves_out = SYSTEM not in render_question(tokenizer, {"role": "system", "content": SYSTEM})
-    except ValueError:
-        leaves_out = False
-    if leaves_out:
-        notes.append("llama.cpp puts a system message before the first question; this template leaves it out")
+    with suppress(ValueError):  # the template refuses system messages
+        if SYSTEM not in render_question(tokenizer, {"role": "system", "content": SYSTEM}):
+            notes.append("llama.cpp puts a system message before the first question; this template leaves it out")
     return list(dict.fromkeys(notes))
 
 

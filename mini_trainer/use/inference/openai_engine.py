@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from mini_trainer.data.chat.conversation import ASSISTANT, REASONING_KEYS, Message
 from mini_trainer.data.rows.prompts import Prompt, as_protocol
 from mini_trainer.data.stores.remote import make_error
+from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.messages import HIDDEN, hide_secrets
 from mini_trainer.options.problems.finding import require
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
@@ -35,13 +36,14 @@ TOO_LONG = re.compile(
 CONTEXT = re.compile(
     r"(?:context[ _-](?:length|size|window)|max_model_len|`max_new_tokens` must be <)\D{0,20}(\d+)", re.IGNORECASE
 )
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character of UTF-16, which JSON can escape on its own
 BEGIN_REASONING, END_REASONING = "<think>\n", "\n</think>\n\n"  # around streamed reasoning
 
 
 def check_text(text: Any) -> str:
-    """The text; "" if null. TypeError if it is not text."""
-    if not isinstance(text, str | None):
-        raise TypeError(f"a text is {text!r}")
+    """The text; "" if null. TypeError if it is not text, or has half a character, which no file can store."""
+    if not isinstance(text, str | None) or SURROGATE.search(text or ""):
+        raise TypeError(f"expected a text of whole characters, given {text!r:.{MAX_SHOWN}}")
     return text or ""
 
 
@@ -54,12 +56,14 @@ def read_reasoning(part: Any) -> str:
 def read_message(message: Any) -> Message:
     """A response's message as a row has it: reasoning and calls beside the content, arguments as objects.
 
-    AttributeError, TypeError or LookupError if it does not follow the protocol.
+    One of `MALFORMED` if it does not follow the protocol.
     """
     calls, reasoning = [read_call(call) for call in message.tool_calls or []], read_reasoning(message)
     content = check_text(message.content) or check_text(getattr(message, "refusal", None))
     found: Message = {"role": ASSISTANT, "content": content or (None if calls else "")}
-    return found | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+    found |= ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+    check_text(json.dumps(found, ensure_ascii=False))
+    return found
 
 
 def read_call(call: Any) -> dict[str, Any]:
@@ -77,7 +81,8 @@ def read_arguments(arguments: Any) -> Any:
         return arguments
     try:
         found = json.loads(check_text(arguments))
-    except (ValueError, RecursionError):
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # no JSON, or half a character within it, which stays escaped
         return arguments
     return found if isinstance(found, dict) else arguments
 
@@ -107,28 +112,27 @@ def join_message(*parts: str) -> str:
     return ": ".join(filter(None, parts))
 
 
-class PromptTooLong(ValueError):
+class PromptTooLong(RunError):
     """A request was refused because prompt and answer do not fit into the model's context; `reason` is the server's."""
 
     def __init__(self, message: str, reason: str):
-        super().__init__(message)
+        super().__init__(ExitCode.BAD_INPUT, message)
         self.reason = reason
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PromptTooLong, (*self.args, self.reason), self.__dict__  # pickle would call it with `args` alone
 
 
 def is_too_long(error: Any) -> bool:
     """Whether an openai.APIStatusError refuses a prompt for its length."""
-    if error.status_code == CLIENT_TOO_LARGE:
-        return True
-    return error.status_code in STATUSES and TOO_LONG.search(error.message) is not None
+    words = f"{error.type} {error.code} {read_words(error)}"
+    return error.status_code == CLIENT_TOO_LARGE or (error.status_code in STATUSES and bool(TOO_LONG.search(words)))
 
 
 def read_words(error: Any) -> str:
-    """The message in an openai.APIStatusError's body; without one, all of it."""
-    body = error.body
-    words = body.get("message") if isinstance(body, dict) else None
+    """The message in an openai.APIStatusError's body, or FastAPI's `detail`; without one, the client's own."""
+    words = error.body
+    while isinstance(words, dict):
+        words = next((words[name] for name in ("message", "detail", "error") if words.get(name)), None)
+    if isinstance(words, list):  # what FastAPI finds wrong with parameters
+        words = "; ".join(str(one.get("msg")) for one in words if isinstance(one, dict))
     return words if isinstance(words, str) and words else error.message
 
 
@@ -141,14 +145,32 @@ def read_context(reason: str) -> int | None:
 NUM_RETRIES = 6  # with exponential backoff, up to the client's 8 seconds
 SECONDS_FOR_AN_ANSWER = 1800.0  # without a byte: the server may be generating
 SECONDS_TO_CONNECT = 60.0
-MALFORMED = (AttributeError, TypeError, LookupError)  # raised when a response does not follow the protocol
+MAX_RESPONSE = 1 << 29  # bytes; the log-probabilities of 128k tokens, 32 of each, have 0.4 GB
+# Raised when a response does not follow the protocol.
+MALFORMED = (AttributeError, TypeError, LookupError, RecursionError)
 MAX_SHOWN = 200  # characters of such a response in messages
-MAX_REASON = 400  # characters of a refusal in the answer file
+MAX_REASON = 1000  # characters of a refusal
 OF_SERVER = (401, 404)  # the statuses for a wrong key, address or model's name
-NO_KEY = "none"  # placeholder for servers that need no key
 # Fields of the server's list of models that depend on the model and its settings: of vLLM and SGLang, of llama.cpp.
 LISTED = ("root", "parent", "max_model_len", "owned_by", "meta")
 LISTING_RETRIES = 1
+
+
+def bound_response(response: Any) -> None:
+    """Lets a response of httpx end with an APIError after `MAX_RESPONSE` bytes, read at once or streamed."""
+    from openai import APIError
+
+    iter_bytes = response.iter_bytes
+
+    def iter_bounded(chunk_size: int | None = None) -> Iterator[bytes]:
+        num_bytes = 0
+        for piece in iter_bytes(chunk_size):
+            num_bytes += len(piece)
+            if num_bytes > MAX_RESPONSE:
+                raise APIError(f"the response has more than {MAX_RESPONSE:,} bytes", response.request, body=None)
+            yield piece
+
+    response.iter_bytes = iter_bounded
 
 
 class OpenAIEngine:
@@ -158,7 +180,7 @@ class OpenAIEngine:
         self, found: None, model: str, engine: EngineOptions, sampling: SamplingOptions, *, device: Any = None
     ):
         require("openai", flag="--engine openai")
-        from openai import OpenAI, Timeout
+        from openai import DefaultHttpxClient, OpenAI, Timeout
 
         self.model, self.sampling, self.engine = model, sampling, engine
         self.listed: dict[str, Any] = {}  # by `look_up`
@@ -169,10 +191,19 @@ class OpenAIEngine:
         self.secrets = [form for secret in given if secret for form in (secret, unquote(secret))]
         self.client = OpenAI(
             base_url=engine.base_url,
-            api_key=key or NO_KEY,
+            api_key=key or "none",  # for servers that need no key
             max_retries=NUM_RETRIES,
             timeout=Timeout(SECONDS_FOR_AN_ANSWER, connect=SECONDS_TO_CONNECT),
+            http_client=DefaultHttpxClient(event_hooks={"request": [self.check_host], "response": [bound_response]}),
         )
+
+    def check_host(self, request: Any) -> None:
+        """APIError for a redirect to another host, which was not named to get the prompts."""
+        from openai import APIError
+
+        if request.url.host != self.client.base_url.host:
+            other = f"{request.url.scheme}://{request.url.netloc.decode()}"
+            raise APIError(f"redirects to {other}: give that as --base-url if you mean it", request, body=None)
 
     def describe(self) -> dict[str, Any]:
         return {"engine": "openai", "model": self.model, "base_url": self.address}
@@ -200,11 +231,10 @@ class OpenAIEngine:
         """Requests one answer: a refusal if the prompt is too long. ValueError if the server refuses for another reason
         or gives no valid answer."""
         try:
-            return self.ask_within(request, self.longest_answer)
-        except PromptTooLong as error:
-            refused = error
-        try:
-            return self.ask_within(request, self.measure_room(request, refused))
+            try:
+                return self.ask_within(request, self.longest_answer)
+            except PromptTooLong as refused:
+                return self.ask_within(request, self.measure_room(request, refused))
         except PromptTooLong as error:
             return refuse(error.reason, served_by=self.listed)
 
@@ -239,14 +269,14 @@ class OpenAIEngine:
             message = None if request.prompt.messages is None else read_message(choice.message)
             return Answer(
                 check_text(choice.text) if message is None else message["content"] or "",
-                choice.finish_reason or "stop",
+                check_text(choice.finish_reason) or "stop",
                 None if usage is None else usage.prompt_tokens,
                 None if usage is None else usage.completion_tokens,
                 message,
                 self.read_server(response),
             )
-        except MALFORMED:
-            shown = self.hide(repr(response))[:MAX_SHOWN]
+        except MALFORMED as error:
+            shown = self.hide(f"{error}; {response!r}")[:MAX_SHOWN]
             raise ValueError(join_message(request.prompt.place, self.where, f"returned no answer: {shown}")) from None
 
     def look_up(self) -> dict[str, Any]:
@@ -256,6 +286,7 @@ class OpenAIEngine:
         try:
             entries = self.client.with_options(max_retries=LISTING_RETRIES).models.list().data
             fields = next((entry.to_dict() for entry in entries if entry.id == self.model), {})
+            check_text(json.dumps(fields, ensure_ascii=False))
         except (APIError, ValueError, *MALFORMED):  # the list is not needed for answers; real problems show there
             return {}
         return {name: fields[name] for name in LISTED if fields.get(name) is not None}
@@ -263,7 +294,7 @@ class OpenAIEngine:
     def read_server(self, response: Any) -> dict[str, Any]:
         """The server's description of its model, to notice another one behind the same address."""
         said = {"model": response.model, "system_fingerprint": getattr(response, "system_fingerprint", None)}
-        return {name: value for name, value in said.items() if value is not None} | self.listed
+        return {name: check_text(value) for name, value in said.items() if value is not None} | self.listed
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
         """Yields the answer as the model would write it: see `join_deltas`."""
@@ -287,26 +318,21 @@ class OpenAIEngine:
         return f"--base-url {self.address}, --model {self.model}"
 
     def send(self, prompt: Prompt, seed: int, *, max_tokens: int, stream: bool) -> Any:
-        """Sends one request. `top_k` and the template's arguments are not in OpenAI's API; other servers
-        accept them as extra parameters."""
-        sampling = self.sampling
-        common: dict[str, Any] = {"model": self.model, "stream": stream, "temperature": sampling.temperature}
-        common["max_tokens"] = max_tokens
-        if sampling.temperature > 0:
-            common["seed"] = seed % 2**31  # a range that all servers accept
-        if sampling.top_p is not None:
-            common["top_p"] = sampling.top_p
-        extra = {} if sampling.top_k is None else {"top_k": sampling.top_k}
-        if prompt.template_args:
-            extra["chat_template_kwargs"] = prompt.template_args
-        if extra:
-            common["extra_body"] = extra
-        if prompt.messages is None:
+        """Sends one request. `top_k` and a template's arguments are not in OpenAI's API: other servers take them."""
+        sampling, is_chat = self.sampling, prompt.messages is not None
+        extra = {"top_k": sampling.top_k, "chat_template_kwargs": (prompt.template_args or None) if is_chat else None}
+        given = {
+            "seed": seed % 2**31 if sampling.temperature > 0 else None,  # a range that all servers accept
+            "top_p": sampling.top_p,
+            "tools": (prompt.tools or None) if is_chat else None,
+            "extra_body": {name: value for name, value in extra.items() if value is not None} or None,
+        }
+        common: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        common |= dict(model=self.model, stream=stream, temperature=sampling.temperature, max_tokens=max_tokens)
+        if not is_chat:
             return self.call(lambda: self.client.completions.create(prompt=prompt.text, **common), prompt.place)
-        tools = {"tools": prompt.tools} if prompt.tools else {}
-        messages = as_protocol(prompt.messages)
-        create = self.client.chat.completions.create
-        return self.call(lambda: create(messages=messages, **tools, **common), prompt.place)
+        messages, create = as_protocol(prompt.messages), self.client.chat.completions.create
+        return self.call(lambda: create(messages=messages, **common), prompt.place)
 
     def call(self, request: Callable[[], Any], place: str = "") -> Any:
         """The client's result. ValueError for its errors names the server, and the place of the prompt unless any other
@@ -316,19 +342,20 @@ class OpenAIEngine:
         try:
             return request()
         except APIStatusError as error:
-            reason = f"refused ({error.status_code}): {self.hide(read_words(error))}"
+            reason = f"refused ({error.status_code}): {self.hide(read_words(error))}"[:MAX_REASON]
             message = join_message("" if error.status_code in OF_SERVER else place, self.where, reason)
             if is_too_long(error):
-                raise PromptTooLong(message, reason[:MAX_REASON]) from None
+                raise PromptTooLong(message, reason) from None
             raise make_error(error, message) from None
         except APIConnectionError as error:
             reason = self.hide(str(error.__cause__ or error))
             raise make_error(error, f"{self.where}: cannot be reached: {reason}") from None
-        except (APIError, ValueError) as error:  # ValueError: the response is not JSON
+        except (APIError, ValueError, RecursionError) as error:  # no JSON, or nested too deeply
             raise ValueError(join_message(place, self.where, self.hide(str(error)))) from None
 
     def hide(self, text: str) -> str:
-        """Removes the key and the credentials, encoded or not, from a message of the server or the client."""
+        """Removes the key and the credentials, encoded or not, from a message; escapes halves of characters."""
+        text = text.encode(errors="backslashreplace").decode()
         for secret in sorted(self.secrets, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
         return hide_secrets(text)
