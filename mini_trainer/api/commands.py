@@ -18,15 +18,7 @@ from mini_trainer.api import arguments
 from mini_trainer.api.errors import make_bad_input
 from mini_trainer.api.sent_callbacks import send_callbacks
 from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file, names_tokenized
-from mini_trainer.options import (
-    OptimizationOptions,
-    OSFTOptions,
-    TrainOptions,
-    flag_name,
-    foreign_names,
-    iterate_fields,
-    list_types,
-)
+from mini_trainer.options import OSFTOptions, TrainOptions, flag_name, foreign_names, iterate_fields, list_types
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import is_url
 from mini_trainer.run.hooks import FOLDERS
@@ -128,10 +120,8 @@ def tokenizes_first(args: arguments.TrainingArgs) -> bool:
 
 
 def gives_rows(args: arguments.TrainingArgs) -> bool:
-    return any(
-        getattr(args, name) not in (arguments.NOTHING, None, False)
-        for name in ("input_file", "input_dataset", "mock_data")
-    )
+    given = (args.input_file, args.input_dataset, args.mock_data)
+    return any(value not in (arguments.NOTHING, None, False) for value in given)
 
 
 def make_data_values(args: arguments.DataProcessArgs) -> Values:
@@ -139,13 +129,13 @@ def make_data_values(args: arguments.DataProcessArgs) -> Values:
     for name, value in given.items():
         if name == "data_output_path" and not Path(value).suffix:
             value = value if is_url(str(value)) else Path(value) / DATA_FILE
-        if name == "chat_tmpl_path":
-            if value is None:
-                continue
-            check_template(value)
-        values.give(
-            foreign_names.find_option(name, DATA_TYPES) if name in foreign_names.DATA_NAMES else name, value, by=name
-        )
+        if name == "chat_tmpl_path" and Path(value).suffix == ".py":
+            raise make_bad_input(
+                f"chat_tmpl_path {value}: InstructLab's templates are Python files, which are not executed here; give a"
+                " Jinja file with the text of its CHAT_TEMPLATE, and its special tokens with add_special_tokens"
+            )
+        ours = foreign_names.find_option(name, DATA_TYPES) if name in foreign_names.DATA_NAMES else name
+        values.give(ours, value, by=name)
     return values
 
 
@@ -176,14 +166,6 @@ def make_document_args(config: arguments.PretrainingConfig | None) -> dict[str, 
         return {}
     columns = (f"text={config.document_column_name}",)
     return dict(format="document", columns=columns, block_size=config.block_size)
-
-
-def check_template(path: str) -> None:
-    if Path(path).suffix == ".py":
-        raise make_bad_input(
-            f"chat_tmpl_path {path}: InstructLab's templates are Python files, which are not executed here; give a"
-            " Jinja file with the text of its CHAT_TEMPLATE, and its special tokens with add_special_tokens"
-        )
 
 
 def list_given(args: Any) -> dict[str, Any]:
@@ -220,8 +202,7 @@ def give_methods(values: Values, given: dict[str, Any]) -> None:
             values.give(f"lora_{name}", getattr(lora, name), by="lora")
         if lora.target_modules:
             values.give("lora_target_modules", tuple(lora.target_modules), by="lora")
-        quantization = to_plain(lora.quantize_data_type)
-        if quantization is not None:
+        if (quantization := to_plain(lora.quantize_data_type)) is not None:
             values.give("base_quantization", quantization, by="lora")
     if isinstance(osft, OSFTOptions):
         del given["osft"]
@@ -274,8 +255,7 @@ def give_trackers(values: Values, given: dict[str, Any]) -> None:
         )
     asked = list(given.pop("track", None) or ())
     for name, (tracker, _) in TRACKER_VARIABLES.items():
-        value = given.pop(name, None)
-        if value is None:
+        if (value := given.pop(name, None)) is None:
             continue
         asked += [] if tracker in asked else [tracker]
         if "{" in value:
@@ -356,28 +336,22 @@ def make_words(options_class: type, values: dict[str, Any]) -> list[str]:
 
 VALIDATION_DATA = ("validation_data_path", "validation_split", "validation_share")
 END_OF_MODE = {"epoch": "max_epochs", "step": "max_steps", "token": "max_tokens", "infinite": None}
-LEARNING_RATE = OptimizationOptions().learning_rate
+LEARNING_RATE = next(option.default for option, _ in iterate_fields(TrainOptions) if option.name == "learning_rate")
 
 
 def convert_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     """Takes Red Hat's fields out of `given`. Returns options with the field that each is from, and its value.
-
-    BadInputError for values that have no meaning here.
-    """
+    BadInputError for values that have no meaning here."""
     if given.get("save_best_val_loss") is False and not any(given.get(name) for name in VALIDATION_DATA):
         del given["save_best_val_loss"]  # their default; an option without effect would be refused
     found: dict[str, tuple[str, Any]] = {}
-    precision = given.pop("osft_upcast_dtype", None)
-    name = to_name(precision)
-    if precision is not None and foreign_names.DTYPES.get(name, name) not in ("float32", "float64"):
-        raise make_bad_input(
-            f"osft_upcast_dtype {precision}: OSFT decomposes in float64 and computes in float32, always"
-        )
-    threshold = given.pop("val_loss_improvement_threshold", None)
-    if threshold:
+    dtype = given.pop("osft_upcast_dtype", None)
+    name = to_name(dtype)
+    if dtype is not None and foreign_names.DTYPES.get(name, name) not in ("float32", "float64"):
+        raise make_bad_input(f"osft_upcast_dtype {dtype}: OSFT decomposes in float64 and computes in float32, always")
+    if threshold := given.pop("val_loss_improvement_threshold", None):
         found["best_metric"] = ("val_loss_improvement_threshold", f"loss:{threshold}")
-    samples = given.pop("min_samples_per_validation", None)
-    if samples is not None:
+    if (samples := given.pop("min_samples_per_validation", None)) is not None:
         found["validate_every_steps"] = ("min_samples_per_validation", count_steps(samples, given))
     choose_end(given)
     for name in [name for name in foreign_names.TRAIN_NAMES if name in given]:
@@ -420,10 +394,10 @@ def count_steps(samples: int, given: dict[str, Any]) -> int:
 
 def choose_end(given: dict[str, Any]) -> None:
     """Leaves only the end that counts with `training_mode`, and the default schedule that comes with it."""
-    mode = given.pop("training_mode", None)
-    if mode is None:
+    if (mode := given.pop("training_mode", None)) is None:
         return
-    end = END_OF_MODE[read_mode(mode)]
+    mode = read_mode(mode)
+    end = END_OF_MODE[mode]
     if "num_epochs" in given:
         given["max_epochs"] = given.pop("num_epochs")
     for name in list_other_ends(mode, given):
@@ -431,7 +405,7 @@ def choose_end(given: dict[str, Any]) -> None:
     if end is None:
         return
     if end != "max_epochs" and not given.get(end):
-        raise make_bad_input(f"training_mode {read_mode(mode)!r} needs {end}, of at least 1")
+        raise make_bad_input(f"training_mode {mode!r} needs {end}, of at least 1")
     given.setdefault("lr_scheduler", "cosine")
 
 
@@ -443,8 +417,8 @@ def read_mode(mode: Any) -> str:
     return name
 
 
-def list_other_ends(mode: Any, given: dict[str, Any]) -> list[str]:
-    return [name for name in END_OF_MODE.values() if name in given and name != END_OF_MODE[read_mode(mode)]]
+def list_other_ends(mode: str, given: dict[str, Any]) -> list[str]:
+    return [name for name in END_OF_MODE.values() if name in given and name != END_OF_MODE[mode]]
 
 
 def convert_schedule_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -477,13 +451,10 @@ def list_notes(args: arguments.TrainingArgs) -> list[str]:
     elif "pretraining_config" in given and "max_seq_len" in given:
         notes.append("max_seq_len has no effect: pretraining_config sets the length of samples")
     if "training_mode" in given:
-        mode = given["training_mode"]
-        notes += [
-            f"{name} has no effect with training_mode {read_mode(mode)!r}"
-            for name in list_other_ends(mode, given)
-            if given[name]
-        ]
-        if "lr_scheduler" not in given and END_OF_MODE[read_mode(mode)] is not None:
+        mode = read_mode(given["training_mode"])
+        others = [name for name in list_other_ends(mode, given) if given[name]]
+        notes += [f"{name} has no effect with training_mode {mode!r}" for name in others]
+        if "lr_scheduler" not in given and END_OF_MODE[mode] is not None:
             notes.append("lr_scheduler is cosine, the default where training_mode comes from")
         if not {"save_dtype", "export_dtype"} & given.keys():
             notes.append("save_dtype is bfloat16; the default where training_mode comes from is the model's own")

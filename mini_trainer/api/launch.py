@@ -68,9 +68,8 @@ def run_training(
     if training_args is None:
         raise TypeError("run_training() needs training_args")
     if callbacks is not None:
-        choose_one(
-            commands.list_callbacks(training_args.callbacks) or None, callbacks, "callbacks and those of training_args"
-        )
+        own = commands.list_callbacks(training_args.callbacks) or None
+        choose_one(own, callbacks, "callbacks and those of training_args")
         training_args = replace(training_args, callbacks=tuple(callbacks))
     launch_words = commands.make_torchrun_words(torchrun_args)
     commands.make_train_words(training_args)  # refused before anything is written or started

@@ -67,16 +67,14 @@ def send_callback(callback: Any, number: int) -> SentCallback:
     if is_theirs or kind is not callback:
         own = {} if kind is callback else vars(callback)
         state = None if kind is callback else pickle_all(own, lambda used: f"{name}: its attribute {used}")
-        base, taken = (
-            ("AsCallback", "super().__init__(restored)") if is_theirs else (name, "vars(self).update(vars(restored))")
-        )
+        base = "AsCallback" if is_theirs else name
+        taken = "super().__init__(restored)" if is_theirs else "vars(self).update(vars(restored))"
         parts["restored"] = RESTORED.format(name=name, base=base, taken=taken, state=state)
     return SentCallback(f"sent_callback_{number}:{name}", HEAD + "\n".join(parts.values()))
 
 
 def write_modules(sent: list[SentCallback], folder: Path) -> Path | None:
-    """Writes the modules, which only this user may read or change, into `folder`, and returns it; None if there are
-    none."""
+    """Writes the modules, which only this user may read or change, into `folder`; returns it, None without any."""
     sources = {one.path.partition(":")[0]: one.source for one in sent if one.source is not None}
     for name, source in sources.items():
         path = folder / f"{name}.py"

@@ -55,29 +55,17 @@ class TrainerCallback:
     """Base class: override the hooks that you need; each gets a `TrainingContext` and returns nothing, or awaits."""
 
     def on_train_begin(self, context: TrainingContext) -> None: ...
-
     def on_epoch_begin(self, context: TrainingContext) -> None: ...
-
     def on_step_begin(self, context: TrainingContext) -> None: ...
-
     def on_before_forward(self, context: TrainingContext) -> None: ...
-
     def on_after_backward(self, context: TrainingContext) -> None: ...
-
     def on_pre_optimizer_step(self, context: TrainingContext) -> None: ...
-
     def on_optimizer_step(self, context: TrainingContext) -> None: ...
-
     def on_log(self, context: TrainingContext) -> None: ...
-
     def on_evaluate(self, context: TrainingContext) -> None: ...
-
     def on_save(self, context: TrainingContext) -> None: ...
-
     def on_step_end(self, context: TrainingContext) -> None: ...
-
     def on_epoch_end(self, context: TrainingContext) -> None: ...
-
     def on_train_end(self, context: TrainingContext) -> None: ...
 
 
@@ -94,13 +82,11 @@ def serialize_callback(callback: TrainerCallback) -> str:
 def deserialize_callback(encoded: str) -> TrainerCallback:
     """Makes an object of the one class in a text of `serialize_callback`, which is executed."""
     names: dict[str, Any] = {"TrainerCallback": TrainerCallback, "TrainingContext": TrainingContext}
-    source = base64.b64decode(encoded).decode()
-    exec(source, names)
+    text = base64.b64decode(encoded).decode()
+    exec(text, names)
     found = [kind for kind in names.values() if isinstance(kind, type) and is_trainer_callback(kind)]
     if len(found) != 1:
-        raise ValueError(
-            f"expected the source of one class derived from TrainerCallback, found {len(found)}:\n{source}"
-        )
+        raise ValueError(f"expected the source of one class derived from TrainerCallback, found {len(found)}:\n{text}")
     return found[0]()
 
 

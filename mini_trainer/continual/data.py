@@ -46,6 +46,9 @@ class PreparedFiles:
     test: Path | None = None  # NAME.ENDING
 
 
+Prepared = dict[str, PreparedFiles]  # by task or probe
+
+
 def prepare(one: SetSettings, settings: ContinualSettings, folder: Path, runner: Runner) -> PreparedFiles:
     """Tokenizes the set's rows in `folder`."""
     held_out = None if one.held_out is None else open_set(one, "held_out", one.held_out, settings, folder, runner)
@@ -118,10 +121,8 @@ def count_samples(data: Path) -> int:
 
 
 def read_questions(task: Task, settings: ContinualSettings) -> Iterator[Prompt]:
-    """The task's rows as prompts with one reference each, without those that process-data splits off.
-
-    ValueError for a row that is neither a chat nor a completion.
-    """
+    """The task's rows as prompts with one reference each, without those that process-data splits off. ValueError for a
+    row that is neither a chat nor a completion."""
     options = settings.process_data | task.process_data
     columns = dict(map(parse_column, options.get("columns", ())))
     paths = FieldPaths(**{name: columns.get(name) for name in PATHS}, ignored=options.get("ignore_columns", ()))
@@ -186,8 +187,10 @@ class HeldOut:
                 found |= {list(row)[-1] for row in iterate_digests(one.held_out)}
         return found
 
-    def has(self, prompt: Prompt) -> bool:
-        return digest(encode_prompt(prompt, self.tokenizer)) in self.digests
+    def list_free(self, task: Task) -> list[Prompt]:
+        """The task's questions that no test or held-out set has."""
+        questions = read_questions(task, self.settings)
+        return [one for one in questions if digest(encode_prompt(one, self.tokenizer)) not in self.digests]
 
     def count_rows(self, data: Path) -> int:
         """Rows of a data set that contain one of the prompts."""

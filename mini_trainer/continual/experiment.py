@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mini_trainer.continual.data import HeldOut, PreparedFiles, prepare, prepare_known, read_questions
+from mini_trainer.continual.data import HeldOut, Prepared, prepare, prepare_known, read_questions
 from mini_trainer.continual.matrix import FILE, Experiment, MatrixRow, Sequence, read_experiment, write_experiment
 from mini_trainer.continual.measuring import describe_row, group_tests, measure
 from mini_trainer.continual.page import describe_comparison, write_page
@@ -135,7 +135,7 @@ def run_experiments(several: list[ContinualSettings], runner: Runner) -> None:
 def run_experiment(
     settings: ContinualSettings,
     orders: list[list[str]],
-    prepared: dict[str, PreparedFiles],
+    prepared: Prepared,
     held_out: HeldOut,
     known: Path | None,
     runner: Runner,
@@ -181,11 +181,7 @@ def describe_method(settings: ContinualSettings) -> str:
     """The method in a few words."""
     values = settings.train
     if values.get("osft"):
-        said = (
-            values.get("osft_basis", "weights"),
-            values.get("osft_keep_energy"),
-            values.get("osft_unfreeze_rank_ratio"),
-        )
+        said = (values.get("osft_basis", "weights"), *map(values.get, ("osft_keep_energy", "osft_unfreeze_rank_ratio")))
         words = [f"OSFT ({', '.join(str(value) for value in said if value is not None)})"]
     elif values.get("lora"):
         words = [f"{'QLoRA' if values.get('base_quantization') == 'nf4' else 'LoRA'}, {settings.adapters}"]
@@ -205,7 +201,11 @@ def settle_all(several: list[ContinualSettings], root: Path) -> list[list[list[s
     known = [hash_known(one, where=f"methods: {one.label}: " if len(several) > 1 else "") for one in several]
     own_inputs = [inputs | {"files": inputs["files"] | own} for own in known]
     if not any(path.exists() for path in (*paths, root / RECORD)):
-        refuse_foreign(root, [path.parent for path in paths])
+        names = {PARAMS_FILE, FILE, PAGE, *OF_DATA, *SHARED_FOLDERS, "order_1_seed_*"}  # that an experiment would write
+        folders = {root, *(path.parent for path in paths)}
+        found = [path for folder in folders for name in names for path in folder.glob(name)]
+        if found:
+            raise ValueError(f"output_dir: {root} has {found[0].name} of something else; choose another directory")
     if len(several) > 1:
         settle(several[0], root / RECORD, describe_settings(several[0], left_out=OF_METHODS) | inputs)
     found = [
@@ -216,14 +216,6 @@ def settle_all(several: list[ContinualSettings], root: Path) -> list[list[list[s
         for order in orders:
             check_statistics(settings, order)
     return found
-
-
-def refuse_foreign(root: Path, experiments: list[Path]) -> None:
-    """ValueError if a directory without a record has files where an experiment would write its own."""
-    names = {PARAMS_FILE, FILE, PAGE, *OF_DATA, *SHARED_FOLDERS, "order_1_seed_*"}
-    found = [path for one in {root, *experiments} for name in names for path in one.glob(name)]
-    if found:
-        raise ValueError(f"output_dir: {root} has {found[0].name} of something else; choose another directory")
 
 
 def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[str]]:
@@ -259,8 +251,7 @@ def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[st
 
 
 def has_begun(directory: Path) -> bool:
-    """Whether a model has been measured or trained there; before that, an error in the settings or rows can be fixed
-    in place."""
+    """Whether a model has been measured or trained there; before, errors in settings or rows can be fixed in place."""
     return any(any(directory.glob(pattern)) for pattern in ("start", "order_*", "*/order_*"))
 
 
@@ -329,7 +320,7 @@ UNSTARTED = "unstarted"  # stands for the output directory of a run; nothing is 
 
 
 def check_experiments(
-    several: list[ContinualSettings], prepared: dict[str, PreparedFiles], held_out: HeldOut, known: list[Path | None]
+    several: list[ContinualSettings], prepared: Prepared, held_out: HeldOut, known: list[Path | None]
 ) -> None:
     """ValueError with all problems that runs of train, and their data, would have."""
     problems = find_test_problems(several[0], prepared)  # which all methods share
@@ -345,15 +336,13 @@ def check_experiments(
         raise ValueError("\n  ".join(dict.fromkeys(problems)))
 
 
-def find_test_problems(settings: ContinualSettings, prepared: dict[str, PreparedFiles]) -> list[str]:
+def find_test_problems(settings: ContinualSettings, prepared: Prepared) -> list[str]:
     """Problems with the tests, which evaluate reads after every task."""
     problems = find_harness_problems([*settings.probes, *settings.tasks])
     for own in group_tests([*settings.probes, *settings.tasks], settings):
         metrics = tuple(sorted({one.metric for one in own} - {None}))
-        values = (
-            SECTIONS["evaluate"].later | settings.evaluate | own[0].evaluate | ({"metrics": metrics} if metrics else {})
-        )
-        options = group_options(EvaluateOptions, **values)
+        values = SECTIONS["evaluate"].later | settings.evaluate | own[0].evaluate
+        options = group_options(EvaluateOptions, **values | ({"metrics": metrics} if metrics else {}))
         for one in own:
             try:
                 test = open_task(str(prepared[one.name].test), one.name, options)
@@ -378,9 +367,7 @@ def find_harness_problems(sets: list[SetSettings]) -> list[str]:
     return []
 
 
-def find_data_problems(
-    settings: ContinualSettings, task: Task, prepared: dict[str, PreparedFiles], held_out: HeldOut
-) -> list[str]:
+def find_data_problems(settings: ContinualSettings, task: Task, prepared: Prepared, held_out: HeldOut) -> list[str]:
     """Problems with a task's rows, as replay reads them."""
     replay, data = settings.replay, prepared[task.name].train
     if replay is None:
@@ -396,9 +383,7 @@ def find_data_problems(
     return []
 
 
-def find_train_problems(
-    settings: ContinualSettings, task: Task, prepared: dict[str, PreparedFiles], known: Path | None
-) -> list[str]:
+def find_train_problems(settings: ContinualSettings, task: Task, prepared: Prepared, known: Path | None) -> list[str]:
     """Problems that train finds before it loads weights: data, tokenizer, model, layers, memory options."""
     from mini_trainer.run.plan.memory import Findings  # with torch: seconds to import
     from mini_trainer.run.plan.planner import choose_step_options, find_target, look_at_run
@@ -411,9 +396,7 @@ def find_train_problems(
     return [f"train: {problem}" for problem in findings.problems]
 
 
-def choose_options(
-    settings: ContinualSettings, task: Task, prepared: dict[str, PreparedFiles], known: Path | None
-) -> Values:
+def choose_options(settings: ContinualSettings, task: Task, prepared: Prepared, known: Path | None) -> Values:
     """The task's options of train with the start model and, where rows are replayed, all other tasks' data."""
     own, values = prepared[task.name], complete_options(settings, task)[0]
     others = [prepared[other.name].train for other in settings.tasks if other is not task]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mini_trainer.continual.data import PreparedFiles
+from mini_trainer.continual.data import Prepared
 from mini_trainer.continual.matrix import Cell, MatrixRow
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Values
 from mini_trainer.options.reading import list_wrong, read_fields
@@ -31,12 +31,7 @@ class Measuring:
 
 
 def measure(
-    model: str,
-    sets: list[SetSettings],
-    prepared: dict[str, PreparedFiles],
-    settings: ContinualSettings,
-    folder: Path,
-    runner: Runner,
+    model: str, sets: list[SetSettings], prepared: Prepared, settings: ContinualSettings, folder: Path, runner: Runner
 ) -> MatrixRow:
     """The model's scores and losses on the sets, in their order."""
     row: MatrixRow = {}
@@ -61,7 +56,7 @@ def count_refused(folder: Path) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def group(sets: list[SetSettings], prepared: dict[str, PreparedFiles], settings: ContinualSettings) -> list[Measuring]:
+def group(sets: list[SetSettings], prepared: Prepared, settings: ContinualSettings) -> list[Measuring]:
     """Sets that one start of evaluate can measure together. Probes come first: their names stay as tasks are added."""
     found: list[Measuring] = []
     held_out = [one for one in sets if prepared[one.name].held_out is not None]

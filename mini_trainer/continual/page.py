@@ -210,13 +210,8 @@ def describe_experiment(experiment: Experiment) -> Shown:
 def describe_facts(experiment: Experiment) -> str:
     orders = {sequence.tasks for sequence in experiment.sequences}
     seeds = {sequence.seed for sequence in experiment.sequences}
-    counts = (
-        (len(experiment.tasks), "task"),
-        (len(experiment.probes), "probe"),
-        (len(orders), "order"),
-        (len(seeds), "seed"),
-    )
-    told = ", ".join(f"{number} {word}{'' if number == 1 else 's'}" for number, word in counts)
+    counts = {"task": len(experiment.tasks), "probe": len(experiment.probes), "order": len(orders), "seed": len(seeds)}
+    told = ", ".join(f"{number} {word}{'' if number == 1 else 's'}" for word, number in counts.items())
     return told + describe_progress(experiment)
 
 

@@ -10,16 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.continual.data import (
-    OF_ROWS,
-    HeldOut,
-    PreparedFiles,
-    as_row,
-    count_samples,
-    read_questions,
-    tokenize,
-    write_rows,
-)
+from mini_trainer.continual.data import OF_ROWS, HeldOut, Prepared, as_row, count_samples, tokenize, write_rows
 from mini_trainer.continual.settings import ContinualSettings, Replay, Task, Values, leave_teacher_out
 from mini_trainer.data.chat.conversation import REASONING_KEYS
 from mini_trainer.data.rows.prompts import Prompt, read_prompts
@@ -40,7 +31,7 @@ class Context:
 
     settings: ContinualSettings
     runner: Runner
-    prepared: dict[str, PreparedFiles]  # by task or probe
+    prepared: Prepared
     held_out: HeldOut  # of all sequences
     known: Path | None  # data that is replayed with every task
     folder: Path
@@ -64,16 +55,14 @@ def find_replay(context: Context, earlier: Sequence[Task], model: Model, folder:
     replay = context.settings.replay
     if replay is None:
         return []
-    found = [] if context.known is None else [context.known]
+    found = [context.known]
     for task in earlier:
         place = folder / "replay" / task.name
         if replay.kind == "rows":
             found.append(choose_rows(context, task, place))
-            continue
-        data = answer(context, task, model, place)
-        if data is not None:
-            found.append(data)
-    return found
+        else:
+            found.append(answer(context, task, model, place))
+    return [path for path in found if path is not None]
 
 
 def choose_rows(context: Context, task: Task, folder: Path) -> Path:
@@ -87,7 +76,7 @@ def choose_rows(context: Context, task: Task, folder: Path) -> Path:
     context.runner.say(folder, f"{num_held_out:,} rows with held-out questions are not replayed")
     rows = folder / ROWS
     if not rows.is_file():
-        write_rows(rows, [as_row(prompt, prompt.references[0]) for prompt in list_free(context, task)])
+        write_rows(rows, [as_row(prompt, prompt.references[0]) for prompt in context.held_out.list_free(task)])
     return tokenize_own(context, task, rows, folder)
 
 
@@ -99,7 +88,7 @@ def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | N
     """A data set of the model's own answers that pass the task's metric; None if none does."""
     replay, prompts, answers, rows = context.settings.replay, folder / PROMPTS, folder / ANSWERS, folder / ROWS
     if not prompts.is_file():
-        drawn = draw(list_free(context, task), replay, seed=context.seed)
+        drawn = draw(context.held_out.list_free(task), replay, seed=context.seed)
         write_rows(prompts, [as_row(prompt, prompt.references[0]) for prompt in drawn])
     given = {"model": model.path, "prompts": [str(prompts)], "output": str(answers)}
     options = context.settings.generate | given
@@ -112,11 +101,6 @@ def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | N
     refused = describe_refused(read_answers(answers, num_asked))
     context.runner.say(folder, f"{num_kept:,} of {num_asked:,} own answers pass {task.metric}{refused}")
     return tokenize_own(context, task, rows, folder) if num_kept else None
-
-
-def list_free(context: Context, task: Task) -> list[Prompt]:
-    """The task's questions that no test or held-out set has."""
-    return [prompt for prompt in read_questions(task, context.settings) if not context.held_out.has(prompt)]
 
 
 def draw(questions: list[Prompt], replay: Replay, *, seed: int) -> list[Prompt]:

@@ -74,11 +74,7 @@ def run_child(
 
 
 def start_child(
-    words: list[str],
-    output: int | IO[str],
-    *,
-    more: Mapping[str, str] = MappingProxyType({}),
-    pass_fds: Collection[int] = (),
+    words: list[str], output: int | IO[str], *, more: Mapping[str, str], pass_fds: Collection[int]
 ) -> subprocess.Popen:
     """Starts `python -m mini_trainer WORDS`, which writes to `output` and is asked to end when this process is gone."""
     # A child is alone, or starts its own ranks: with this process's rank it would wait for the other ranks.

@@ -24,8 +24,7 @@ SCRIPTS = {  # of the root, by their words
 
 def name_command() -> str:
     """The typed command up to its options: `mini-trainer train`, `torchrun train.py`, `python train.py`."""
-    found = find_installed_command()
-    if found is not None:
+    if (found := find_installed_command()) is not None:
         return shlex.join([*found[0], found[1][0]])
     spec = sys.modules["__main__"].__spec__
     is_module = spec is not None and spec.name.startswith("mini_trainer.")
@@ -35,16 +34,14 @@ def name_command() -> str:
 
 def name_program(word: str) -> str:
     """The command that starts another program in the same way: the one of this `word` of `mini-trainer`."""
-    found = find_installed_command()
-    if found is not None:
+    if (found := find_installed_command()) is not None:
         return shlex.join([*found[0], word])
     return shlex.join([name_python(), *find_script(word)])
 
 
 def name_launch(word: str, num_processes: int) -> list[str]:
     """The words that start a script in several processes, in the way that this program was started."""
-    found = find_installed_command()
-    if found is not None:
+    if (found := find_installed_command()) is not None:
         return [*found[0], word, f"--nproc-per-node={num_processes}"]
     start = [name_python()] if num_processes == 1 else ["torchrun", f"--nproc-per-node={num_processes}"]
     return [*start, *find_script(word)]

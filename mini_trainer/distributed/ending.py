@@ -271,8 +271,7 @@ SIGNALS = {getattr(signal, flag.name): flag for flag in Flag if flag.name.starts
 
 def stop_reason(flags: int) -> tuple[ExitCode, str] | None:
     """Exit code and description of the stop requested by `flags`; None if there is no stop request."""
-    stops = Flag(flags & STOPS)
-    if not stops:
+    if not (stops := Flag(flags & STOPS)):
         return None
     if stops & Flag.CALLBACK_FAILED:
         code = ExitCode.FAILED

@@ -156,13 +156,11 @@ class Watch:
         return ending.Cause(code, texts[0], self.rank, self.host, self.marks.steps_done, texts[1], died)
 
     def watch_files(self) -> None:
-        """Rank 0: watches the lock, the stop file and the directory, in its own thread, since file systems can
-        block."""
+        """Rank 0: watches the lock, the stop file and the directory, in its own thread: file systems can block."""
         beats = 0.0
         while True:
             time.sleep(1)
-            loss = self.files.find_loss()
-            if loss is not None:
+            if (loss := self.files.find_loss()) is not None:
                 return self.call(self.report, self.make_cause(ending.ExitCode.IO, loss))
             if self.files.lock is None:
                 continue
@@ -232,9 +230,8 @@ class Watch:
         if self.goodbye is not None or (is_second and now - self.first_signal < SECONDS_OF_ONE_SIGNAL):
             return
         if is_second:
-            self.report(
-                self.make_cause(ending.ExitCode.INTERRUPTED, f"second signal ({number.name}): ended without saving")
-            )
+            message = f"second signal ({number.name}): ended without saving"
+            self.report(self.make_cause(ending.ExitCode.INTERRUPTED, message))
         elif not self.marks.in_loop:
             code = ending.ExitCode.INTERRUPTED if number == signal.SIGINT else ending.ExitCode.SAVED_AND_REQUEUE
             self.report(self.make_cause(code, f"{number.name} before the first step: nothing new to save"))
@@ -270,9 +267,8 @@ class Watch:
             case "end":
                 # Rank 0 has printed the reason; other nodes have their own logs.
                 if message["reason"] and (self.local_rank == 0 or message["is_printed_by_all"]):
-                    ending.within(
-                        SECONDS_TO_TELL, lambda: say(f"[rank {self.rank}] {message['reason']}", is_error=True)
-                    )
+                    text = f"[rank {self.rank}] {message['reason']}"
+                    ending.within(SECONDS_TO_TELL, lambda: say(text, is_error=True))
                 if message["code"] == ending.ExitCode.HANG:
                     self._dump_stacks()
                 self._leave(message["code"], message["fewer_tokens"])
@@ -344,11 +340,8 @@ class Watch:
         if self.rank == 0:
             is_error = cause.code not in (ending.ExitCode.DONE, *ending.STOPPED)
             reason = replace(cause, details="").text if is_error else ""
-            printed = cause.is_printed_by_all
-            self.lifeline.send_to_all(
-                {"kind": "end", "code": cause.code, "reason": reason, "is_printed_by_all": printed,
-                 "fewer_tokens": fewer}
-            )  # fmt: skip
+            end = {"kind": "end", "code": cause.code, "reason": reason, "is_printed_by_all": cause.is_printed_by_all}
+            self.lifeline.send_to_all(end | {"fewer_tokens": fewer})
         ending.within(SECONDS_TO_TELL, lambda: self._tell(cause))
         if cause.code == ending.ExitCode.HANG:
             self._dump_stacks()
@@ -422,8 +415,7 @@ class RunControl:
 
     def check_directory(self) -> None:
         """RunError if the output directory was moved or removed."""
-        loss = self.files.find_loss()
-        if loss is not None:
+        if (loss := self.files.find_loss()) is not None:
             raise ending.RunError(ending.ExitCode.IO, loss)
 
     def progress(self, where: str) -> None:

@@ -2,12 +2,12 @@
 (--context-parallel), and helpers for work on rank 0 only.
 """
 
-import datetime
 import logging
 import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -82,7 +82,7 @@ def check_sharing(world_size: int, num_sharing: int | None) -> None:
 
 
 def make_row_group(
-    rank: int, world_size: int, num_sharing: int | None, timeout: datetime.timedelta | None = None
+    rank: int, world_size: int, num_sharing: int | None, timeout: timedelta | None = None
 ) -> RowGroup | None:
     """This rank's group; None without sharing. All ranks call this."""
     check_sharing(world_size, num_sharing)
@@ -92,7 +92,7 @@ def make_row_group(
     return RowGroup(group, rank % num_sharing, num_sharing)
 
 
-def make_own_group(groups: Sequence[Sequence[int]], timeout: datetime.timedelta | None = None) -> dist.ProcessGroup:
+def make_own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Makes the group among `groups`, a partition of all ranks, that this rank belongs to. All ranks call this.
 
     dist.new_subgroups_by_enumeration would let every rank wait for all at every group: groups x ranks requests.
@@ -119,7 +119,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh  # ("shard",) over all ranks, or ("replicate", "shard"): each row of ranks holds the whole model
     row_group: RowGroup | None = None  # the ranks that share packed rows; None: each rank has its own rows
-    timeout: datetime.timedelta | None = None  # for collectives of additional groups; None: torch's default
+    timeout: timedelta | None = None  # for collectives of additional groups; None: torch's default
     memory: int | None = None  # bytes of its GPU that this rank may use; None: on a CPU, or not known
 
     @property
@@ -146,7 +146,7 @@ def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOU
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     raise_open_file_limit()
-    timeout = datetime.timedelta(seconds=max(SLOW_LIMIT, hang_timeout) + SECONDS_AFTER_WATCHDOG)
+    timeout = timedelta(seconds=max(SLOW_LIMIT, hang_timeout) + SECONDS_AFTER_WATCHDOG)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
@@ -208,9 +208,7 @@ def count_shards(world_size: int, ranks_per_node: int, shard_size: int | None) -
     return num_shards
 
 
-def make_mesh(
-    device_type: str, world_size: int, num_shards: int, timeout: datetime.timedelta | None = None
-) -> DeviceMesh:
+def make_mesh(device_type: str, world_size: int, num_shards: int, timeout: timedelta | None = None) -> DeviceMesh:
     """Makes `World.mesh`, with one copy of the model per `num_shards` ranks; `timeout` applies to its collectives."""
     if num_shards == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
@@ -255,8 +253,7 @@ def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
 
 
 def call_on_each_node(world: World, function: Callable[[], None]) -> None:
-    """Calls `function` on the first rank of each node; the first ValueError or OSError becomes a RunError on every
-    rank."""
+    """Calls `function` on the first rank of each node; the first ValueError or OSError is a RunError on all ranks."""
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     outcomes = gather_on_rank0(world, attempt(function) if is_first else (RETURNED, None))
     failures = (outcome for outcome in outcomes or () if outcome[0] != RETURNED)

@@ -26,7 +26,8 @@ GREEDY = SamplingOptions(temperature=0.0, max_new_tokens=NUM_TOKENS)
 
 def find_differences(export: Path, reader: str) -> list[str]:
     """What `reader` answers otherwise than the trained model, and what files of the export say otherwise."""
-    recorded, found = read_check(export), find_answering_model(str(export), flag="verify")
+    found = find_answering_model(str(export), flag="verify")
+    recorded = read_check(Path(found.name))  # of a run, its best or latest export
     if reader.startswith(("http://", "https://")):
         said = ask_server(found, recorded, reader)
     elif reader == "llama.cpp" or reader.endswith(".gguf"):

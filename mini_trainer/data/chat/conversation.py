@@ -20,6 +20,7 @@ PRETRAIN = "pretrain"
 SYSTEM_ROLES = ("system", "developer")
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows
 
@@ -46,7 +47,7 @@ class Chat:
 
     messages: list[Message]
     unmask: bool = False
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools = None
     images: tuple[str, ...] = ()  # path or data: URL of each image part, in order
     template_args: dict[str, Any] | None = None  # arguments of the template for this row
 
@@ -184,6 +185,11 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
+def is_simple(message: Message) -> bool:
+    """Whether the message has only a role and a text."""
+    return len(message) == 2 and is_text(message.get("content"))
+
+
 def list_parts(message: Message) -> list[Any]:
     """The parts of a message's content; empty if it is not a list."""
     content = message.get("content")
@@ -254,38 +260,30 @@ def mark_keys(call: Any, first: int) -> tuple[Any, list[str]]:
 
 def list_constants(call: Any) -> Iterator[tuple[Any, Any]]:
     """Each constant of the call's arguments, with the call in which only that one is changed."""
-    counter = ConstantChanger(-1)
-    replace_arguments(call, counter.change)
-    for wanted in range(counter.num_seen):
-        changer = ConstantChanger(wanted)
-        changed = replace_arguments(call, changer.change)
-        yield changer.found, changed
+    if not isinstance(call, dict):
+        return
+    if isinstance(call.get("arguments"), dict):
+        yield from ((found, call | {"arguments": changed}) for found, changed in change_each(call["arguments"]))
+    if "function" in call:
+        yield from ((found, call | {"function": changed}) for found, changed in list_constants(call["function"]))
 
 
-@dataclass
-class ConstantChanger:
-    """Changes one constant: number `wanted` of those visited."""
-
-    wanted: int
-    num_seen: int = 0
-    found: Any = None
-
-    def change(self, value: Any) -> Any:
-        if isinstance(value, dict) and value:
-            return {key: self.change(item) for key, item in value.items()}
-        if isinstance(value, list) and value:
-            return [self.change(item) for item in value]
-        if not (value is None or isinstance(value, bool | dict | list) or value == ""):
-            return value
-        self.num_seen += 1
-        if self.num_seen - 1 != self.wanted:
-            return value
-        self.found = value
-        if isinstance(value, bool):
-            return not value
-        if isinstance(value, dict):
-            return {ANOTHER_TEXT: ANOTHER_TEXT}
-        return [ANOTHER_TEXT] if isinstance(value, list) else ANOTHER_TEXT
+def change_each(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Each constant in the value, with the value in which only that one is changed."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from ((found, value | {key: changed}) for found, changed in change_each(item))
+    elif isinstance(value, list) and value:
+        for i, item in enumerate(value):
+            yield from ((found, [*value[:i], changed, *value[i + 1 :]]) for found, changed in change_each(item))
+    elif isinstance(value, bool):
+        yield value, not value
+    elif value == {}:
+        yield value, {ANOTHER_TEXT: ANOTHER_TEXT}
+    elif value == []:
+        yield value, [ANOTHER_TEXT]
+    elif value is None or value == "":
+        yield value, ANOTHER_TEXT
 
 
 @dataclass(frozen=True)
@@ -297,7 +295,7 @@ class PreparedChat:
 
     messages: list[Message]
     weights: list[float]
-    tools: list[dict[str, Any]] | None
+    tools: Tools
     is_plain: bool
     images: tuple[str, ...] = ()
 
@@ -341,8 +339,7 @@ def prepare_chat(chat: Chat) -> PreparedChat:
     num_images = sum(part == IMAGE_PART for message in messages for part in list_parts(message))
     if num_images != len(chat.images):
         raise ValueError(f"image parts: {num_images}, images: {len(chat.images)}")
-    is_plain = all(len(message) == 2 and is_text(message.get("content")) for message in messages)
-    return PreparedChat(messages, weights, chat.tools, is_plain, chat.images)
+    return PreparedChat(messages, weights, chat.tools, all(map(is_simple, messages)), chat.images)
 
 
 def read_weight(message: Message, by_default: bool) -> float:

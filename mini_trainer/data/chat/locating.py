@@ -1,20 +1,23 @@
 """Locates the turns of a conversation in its rendering, and the passages to train."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from mini_trainer.data.chat import conversation, rendering, skeletons
+from mini_trainer.data.chat.conversation import Chat, Located, Message, Outline, Passage, PreparedChat
 from mini_trainer.data.chat.placing import PlaceMemory, check_completeness, check_names, check_places, check_rest
 from mini_trainer.data.chat.prompting import UNTRAINED_REASONING, PromptMatcher, find_unread_keys
+from mini_trainer.data.chat.skeletons import Beginning, Render, Skeleton, SlotMemory, Span, Turn
 from mini_trainer.data.chat.turns import Stops, TurnLearner, TurnMemory
 
 MAX_NUM_SKELETONS = 4096  # bounds memory if every conversation has its own outline
 MAX_NUM_SLOTS = 250_000  # of all skeletons: some 100 MB where long conversations have outlines of their own
 
 
-def describe_beginnings(outline: conversation.Outline, skeleton: skeletons.Skeleton) -> None:
+def describe_beginnings(outline: Outline, skeleton: Skeleton) -> None:
     """Sets `beginning` and `lacks_reasoning` of the skeleton's assistant turns."""
     written = {slot.leaf for slot in skeleton.slots}
     reasoning: dict[int, list[int]] = {}  # by message, under any of its keys
@@ -30,9 +33,7 @@ def describe_beginnings(outline: conversation.Outline, skeleton: skeletons.Skele
     ]
 
 
-def describe_beginning(
-    turn: skeletons.Turn, outline: conversation.Outline, skeleton: skeletons.Skeleton
-) -> skeletons.Beginning | None:
+def describe_beginning(turn: Turn, outline: Outline, skeleton: Skeleton) -> Beginning | None:
     """The turn's beginning; None if its prompt writes no more than the row, or if it has no prompt."""
     index, offset = turn.header or turn.start
     literal = skeleton.literals[index]
@@ -43,22 +44,19 @@ def describe_beginning(
     is_reasoning = has_text and outline.leaves[skeleton.slots[index].leaf].kind == "reasoning"
     end = len(literal) if has_text else turn.end[1]
     written = None if is_reasoning else literal[offset:end]
-    return skeletons.Beginning((index, offset), literal[:offset], turn.prompt, prompted, written)
+    return Beginning((index, offset), literal[:offset], turn.prompt, prompted, written)
 
 
 @dataclass(frozen=True)
 class SkeletonLearner:
-    """Learns skeletons of one template, for conversations with or without tools. Remembers the parts of conversations
-    that it has learned."""
+    """Learns skeletons of one template, with or without tools. Remembers the parts of conversations that it knows."""
 
     stops: Stops
-    slots: skeletons.SlotMemory = field(default_factory=skeletons.SlotMemory)
+    slots: SlotMemory = field(default_factory=SlotMemory)
     turns: TurnMemory = field(default_factory=TurnMemory)
     places: PlaceMemory = field(default_factory=PlaceMemory)
 
-    def learn(
-        self, outline: conversation.Outline, *, unmasked: set[int], render: skeletons.Render
-    ) -> skeletons.Skeleton:
+    def learn(self, outline: Outline, *, unmasked: set[int], render: Render) -> Skeleton:
         """The skeleton of `outline`, with the turns that can be trained: the assistant's, and the messages in
         `unmasked`.
 
@@ -82,7 +80,7 @@ class SkeletonLearner:
         describe_beginnings(outline, skeleton)
         return skeleton
 
-    def start(self, outline: conversation.Outline, render: skeletons.Render) -> tuple[str, skeletons.Skeleton]:
+    def start(self, outline: Outline, render: Render) -> tuple[str, Skeleton]:
         """The outline's rendering, and its skeleton without turns."""
         check_rest(outline, self.stops)
         try:
@@ -103,16 +101,10 @@ class SkeletonLearner:
             return gaps
 
         slots = self.slots.learn_slots(outline, order, literals, pad)
-        return text, skeletons.Skeleton(literals, slots, [], named_by_id)
+        return text, Skeleton(literals, slots, [], named_by_id)
 
     def learn_turns(
-        self,
-        outline: conversation.Outline,
-        skeleton: skeletons.Skeleton,
-        text: str,
-        *,
-        unmasked: set[int],
-        render: skeletons.Render,
+        self, outline: Outline, skeleton: Skeleton, text: str, *, unmasked: set[int], render: Render
     ) -> None:
         """Adds the turns to the skeleton, and checks that every text is in the right turn."""
         learner = TurnLearner(outline, skeleton, render, self.stops, self.turns)
@@ -124,9 +116,7 @@ class SkeletonLearner:
         check_places(outline, skeleton)
         self.places.check_arguments(outline, skeleton, render, text)
 
-    def learn_marked(
-        self, outline: conversation.Outline, marked: list[tuple[int, int]], text: str, *, render: skeletons.Render
-    ) -> skeletons.Skeleton:
+    def learn_marked(self, outline: Outline, marked: list[tuple[int, int]], text: str, *, render: Render) -> Skeleton:
         """The skeleton of an outline whose turns are the passages `marked` of its rendering `text`, which the template
         marks as generated, without their part in the generation prompt."""
         rendered, skeleton = self.start(outline, render)
@@ -142,9 +132,7 @@ class SkeletonLearner:
                 start, rests, prompt = mark, (), None
             header, start = start, max(mark, start)
             num_skipped = start[1] - mark[1] if start[0] == mark[0] else None
-            skeleton.turns.append(
-                skeletons.Turn(i, start, end, rests, prompt=prompt, num_skipped=num_skipped, header=header)
-            )
+            skeleton.turns.append(Turn(i, start, end, rests, prompt=prompt, num_skipped=num_skipped, header=header))
         describe_beginnings(outline, skeleton)
         check_places(outline, skeleton)
         self.places.check_arguments(outline, skeleton, render, text)
@@ -153,17 +141,15 @@ class SkeletonLearner:
 
 def locate(text: str, at: int) -> tuple[int, int]:
     """The literal that holds character `at` of an outline's rendering, and the offset into it."""
-    start, k = 0, 0
-    for k, placeholder in enumerate(conversation.PLACEHOLDER.finditer(text)):
-        if at <= placeholder.start():
-            return k, at - start
-        if at < placeholder.end():
-            raise ValueError("the chat template marks a part of a text as generated")
-        start = placeholder.end()
-    return len(conversation.PLACEHOLDER.findall(text)), at - start
+    _, literals = conversation.split_at_placeholders(text)
+    starts = [0, *(match.end() for match in conversation.PLACEHOLDER.finditer(text))]
+    k = bisect_right(starts, at) - 1
+    if at > starts[k] + len(literals[k]):
+        raise ValueError("the chat template marks a part of a text as generated")
+    return k, at - starts[k]
 
 
-def divide_turns(outline: conversation.Outline, order: list[int]) -> tuple[conversation.Outline, list[int]] | None:
+def divide_turns(outline: Outline, order: list[int]) -> tuple[Outline, list[int]] | None:
     """The conversation with each content that follows the results of its message's calls (Gemma 4) as a message of its
     own, after the results; and the original index of each message. None if there is no such content."""
     divided = find_divided(outline, order)
@@ -175,7 +161,7 @@ def divide_turns(outline: conversation.Outline, order: list[int]) -> tuple[conve
         while j < len(outline.messages) and outline.messages[j]["role"] == "tool":
             j += 1
         contents_at[j] = i
-    messages: list[conversation.Message] = []
+    messages: list[Message] = []
     original: list[int] = []
     place, content_place = {}, {}
     for i, message in enumerate([*outline.messages, None]):
@@ -193,10 +179,10 @@ def divide_turns(outline: conversation.Outline, order: list[int]) -> tuple[conve
         )
         for leaf in outline.leaves
     ]
-    return conversation.Outline(messages, leaves), original
+    return Outline(messages, leaves), original
 
 
-def find_divided(outline: conversation.Outline, order: list[int]) -> set[int]:
+def find_divided(outline: Outline, order: list[int]) -> set[int]:
     """The messages with calls whose content follows another message's text."""
     called: dict[int, int] = {}  # message -> slot of its first call
     latest: list[tuple[int, int]] = []  # the last two messages with a text, and its slot
@@ -218,12 +204,12 @@ class TurnFinder:
 
     def __init__(self, renderer: rendering.ChatRenderer, stops: Stops) -> None:
         self.renderer, self.stops = renderer, stops
-        self.skeletons: dict[tuple[Any, ...], skeletons.Skeleton] = {}
+        self.skeletons: dict[tuple[Any, ...], Skeleton] = {}
         self.num_slots = 0  # total over `skeletons`
         self.written_tools: set[tuple[Any, ...]] = set()  # tools, with the roles of a chat, that the template writes
         self.learners = {has_tools: SkeletonLearner(self.stops) for has_tools in (False, True)}
 
-    def find_spans(self, text: str, chat: conversation.PreparedChat) -> list[skeletons.Span]:
+    def find_spans(self, text: str, chat: PreparedChat) -> list[Span]:
         """The spans of the turns in a rendered chat."""
         render = partial(self.renderer.render, tools=chat.tools)
         skeleton = self.find_skeleton(chat, render)
@@ -236,9 +222,7 @@ class TurnFinder:
             check_names(skeleton, chat.values, chat.outline)
         return spans
 
-    def find_spans_alone(
-        self, text: str, chat: conversation.PreparedChat, render: skeletons.Render, error: ValueError
-    ) -> list[skeletons.Span]:
+    def find_spans_alone(self, text: str, chat: PreparedChat, render: Render, error: ValueError) -> list[Span]:
         """`find_spans` with a skeleton for this row alone, for templates that write other parts differently depending
         on the texts of roles other than the assistant. Raises `error` if that does not help."""
         outline = conversation.make_outline(chat.messages, only=conversation.ASSISTANT)
@@ -250,9 +234,7 @@ class TurnFinder:
         except ValueError:
             raise error from None
 
-    def find_skeleton(
-        self, chat: conversation.PreparedChat, render: skeletons.Render, *, is_marked: bool = False
-    ) -> skeletons.Skeleton:
+    def find_skeleton(self, chat: PreparedChat, render: Render, *, is_marked: bool = False) -> Skeleton:
         """The chat's skeleton, learned once per outline; with the turns that the template marks if it `is_marked`."""
         key = ("marked", *chat.key) if is_marked else chat.key
         if key not in self.skeletons:
@@ -267,16 +249,15 @@ class TurnFinder:
             self.remember(key, skeleton)
         return self.skeletons[key]
 
-    def remember(self, key: tuple[Any, ...], skeleton: skeletons.Skeleton) -> None:
+    def remember(self, key: tuple[Any, ...], skeleton: Skeleton) -> None:
         if len(self.skeletons) >= MAX_NUM_SKELETONS or self.num_slots >= MAX_NUM_SLOTS:
             self.skeletons.clear()
             self.num_slots = 0
         self.skeletons[key] = skeleton
         self.num_slots += len(skeleton.slots)
 
-    def check_tools_are_written(self, chat: conversation.PreparedChat, render: skeletons.Render) -> None:
-        """Refuses a template that leaves out the tools, which can depend on the set of roles, the first and the last
-        role."""
+    def check_tools_are_written(self, chat: PreparedChat, render: Render) -> None:
+        """Refuses a template that leaves out the tools, which can depend on the roles, the first and the last one."""
         if not chat.tools:
             return
         roles = [message["role"] for message in chat.messages]
@@ -290,16 +271,13 @@ class TurnFinder:
             self.written_tools.clear()
         self.written_tools.add(key)
 
-    def find_marked_spans(
-        self, text: str, marked: list[tuple[int, int]], chat: conversation.PreparedChat
-    ) -> list[skeletons.Span]:
+    def find_marked_spans(self, text: str, marked: list[tuple[int, int]], chat: PreparedChat) -> list[Span]:
         """The turns of the passages that the template marks as generated, without the text of the generation prompt
         and without whitespace after the stop token."""
         skeleton = self.find_skeleton(chat, partial(self.renderer.render, tools=chat.tools), is_marked=True)
         if skeleton.named_by_id:
             check_names(skeleton, chat.values, chat.outline)
-        spans = skeleton.find_spans(text, chat.values)
-        if spans is not None:
+        if (spans := skeleton.find_spans(text, chat.values)) is not None:
             return spans
         check_num_marked(marked, chat.messages)
         spans = []
@@ -309,7 +287,7 @@ class TurnFinder:
             start += turn.num_skipped
             opens = start if turn.beginning is None else start - (turn.start[1] - turn.beginning.place[1])
             start += next((len(prompted) for prompted in turn.prompted if text.startswith(prompted, start)), 0)
-            spans.append(skeletons.Span(start, self.stops.trim(text, start, end), turn, opens))
+            spans.append(Span(start, self.stops.trim(text, start, end), turn, opens))
         return spans
 
     def forget(self, key: tuple[Any, ...]) -> None:
@@ -318,7 +296,7 @@ class TurnFinder:
             self.skeletons.pop(each, None)
 
 
-def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[conversation.Message]) -> None:
+def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[Message]) -> None:
     num_turns = sum(message["role"] == conversation.ASSISTANT for message in messages)
     if len(marked) != num_turns:
         raise ValueError(
@@ -337,10 +315,10 @@ class PassageLocator:
     matcher: PromptMatcher
     strict_reasoning: bool
 
-    def locate_one(self, chat: conversation.Chat) -> conversation.Located:
+    def locate_one(self, chat: Chat) -> Located:
         return self.locate(self.renderer.render_one(chat.messages, tools=chat.tools), conversation.prepare_chat(chat))
 
-    def locate(self, rendered: rendering.Rendered, chat: conversation.PreparedChat) -> conversation.Located:
+    def locate(self, rendered: rendering.Rendered, chat: PreparedChat) -> Located:
         """A rendered chat and its trained passages."""
         located = rendering.catch_error(self.locate_now, rendered, chat)
         if isinstance(located, ValueError) and self.renderer.tells_time:
@@ -350,7 +328,7 @@ class PassageLocator:
             raise located
         return located
 
-    def locate_now(self, rendered: rendering.Rendered, chat: conversation.PreparedChat) -> conversation.Located:
+    def locate_now(self, rendered: rendering.Rendered, chat: PreparedChat) -> Located:
         text = rendering.check_unicode(rendering.check_length(rendered.text))
         if rendered.marked is None:
             spans = self.finder.find_spans(text, chat)
@@ -361,19 +339,16 @@ class PassageLocator:
                 spans += [span for span in others if chat.messages[span.message]["role"] != conversation.ASSISTANT]
         render = partial(self.renderer.render, tools=chat.tools)
         unread = [] if chat.is_plain else find_unread_keys(chat.messages, text, render)
-        trained = [weight > 0 for weight in chat.weights]
-        text, spans, remarks = self.matcher.match(
-            text, spans, chat.messages, trained=trained, render=render, has_tools=bool(chat.tools)
-        )
+        text, spans, remarks = self.matcher.match(text, spans, chat, render)
         if self.strict_reasoning and any(remark.kind == UNTRAINED_REASONING for remark in remarks):
             raise ValueError(
                 "the chat template leaves out the reasoning of an answer that is trained (--strict-reasoning): remove"
                 " it from the row, or use a template that writes it (--chat-template)"
             )
         passages = [
-            conversation.Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
+            Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
             for span in sorted(spans, key=lambda span: span.start)
             if chat.weights[span.message] > 0
         ]
         is_weighted = any(weight not in (0.0, 1.0) for weight in chat.weights)
-        return conversation.Located(text, passages, is_weighted, remarks=(*remarks, *unread))
+        return Located(text, passages, is_weighted, remarks=(*remarks, *unread))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mini_trainer.data.chat import conversation, tokens
+from mini_trainer.data.chat.conversation import Chat, Example, Located, Passage, PreparedChat, TokenizedChat
 from mini_trainer.data.chat.locating import PassageLocator, TurnFinder
 from mini_trainer.data.chat.prompting import PromptMatcher, StopAppender, TemplateChecker, describe_open_turns
 from mini_trainer.data.chat.rendering import ChatRenderer, catch_error
@@ -64,7 +65,7 @@ class ImageExpander:
                 " masked: models of its type cannot be trained on images"
             )
 
-    def expand(self, located: conversation.Located, references: Sequence[str]) -> conversation.Located:
+    def expand(self, located: Located, references: Sequence[str]) -> Located:
         """The row with its placeholders replaced by the processor's text, which is never trained."""
         if located.is_weighted:
             raise ValueError("a message has a 'weight', which data with images cannot store: use 'train' alone")
@@ -102,8 +103,7 @@ class ImageExpander:
         )
 
     def find_spans(self, ids: Sequence[int], replacements: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """The tokens [start, end) of each image, from its first image token to its last; `replacements`: the
-        processor's text for each."""
+        """The tokens [start, end) of each image, first to last image token; `replacements`: the processor's texts."""
         places = [at for at, token in enumerate(ids) if token in self.image_token_ids]
         spans, first = [], 0
         for replacement in replacements:
@@ -131,7 +131,7 @@ def replace_all(text: str, replaced: Sequence[dict[str, Any]]) -> str:
     return "".join([*parts, text[last:]])
 
 
-def move_passage(passage: conversation.Passage, replaced: Sequence[dict[str, Any]]) -> conversation.Passage:
+def move_passage(passage: Passage, replaced: Sequence[dict[str, Any]]) -> Passage:
     """The passage at its place after the replacements. ValueError if an image is in it."""
     moved = 0
     for place in replaced:
@@ -151,27 +151,21 @@ class ChatLabeller:
     expander: ImageExpander | None
 
     def label_each(
-        self,
-        located: Sequence[conversation.Located | ValueError],
-        chats: Sequence[conversation.PreparedChat | ValueError],
-        *,
-        divides: bool,
-    ) -> list[conversation.TokenizedChat | ValueError]:
+        self, located: Sequence[Located | ValueError], chats: Sequence[PreparedChat | ValueError], *, divides: bool
+    ) -> list[TokenizedChat | ValueError]:
         """Token ids of chats as the tokenizer makes them, except for divided tokens (see `label`), and labels by the
         position of each turn. `divides`: see `ChatMasker.mask`."""
         located = [catch_error(self.put_images, *pair) for pair in zip(located, chats, strict=True)]
         # The template writes the special tokens.
-        encodings = tokens.encode_each(
-            self.borders.encoder, [tokens.text_of(found) for found in located], add_special_tokens=False
-        )
+        encodings = tokens.encode_each(self.borders.encoder, located, "text", add_special_tokens=False)
         prompts = self.encode_prompts(located) if divides else [()] * len(located)
         return [catch_error(self.label, *each) for each in zip(encodings, located, prompts, strict=True)]
 
-    def put_images(self, located: conversation.Located, chat: conversation.PreparedChat) -> conversation.Located:
+    def put_images(self, located: Located, chat: PreparedChat) -> Located:
         """The row with its image placeholders expanded by the model's processor."""
         return located if self.expander is None else self.expander.expand(located, chat.images)
 
-    def encode_prompts(self, located: Sequence[conversation.Located | ValueError]) -> list[Sequence[int]]:
+    def encode_prompts(self, located: Sequence[Located | ValueError]) -> list[Sequence[int]]:
         """The tokens of each row's text before its first passage; rows that share it, such as pairs, share them."""
         texts = [
             "" if isinstance(found, ValueError) or not found.passages else found.text[: found.passages[0].start]
@@ -181,9 +175,7 @@ class ChatLabeller:
         encoded = dict(zip(unique, self.borders.encoder.encode(unique, add_special_tokens=False), strict=True))
         return [encoded[text].ids for text in texts]
 
-    def label(
-        self, encoding: Any, located: conversation.Located, prompt_ids: Sequence[int]
-    ) -> conversation.TokenizedChat:
+    def label(self, encoding: Any, located: Located, prompt_ids: Sequence[int]) -> TokenizedChat:
         """A chat's tokens and their labels. Passages that begin within a token are encoded apart from the text before
         them, and the first one if that text alone has other tokens: `prompt_ids`, if they are known."""
         starts = [passage.start for passage in located.passages if passage.start > 0]
@@ -198,7 +190,7 @@ class ChatLabeller:
             encoding = self.borders.divide(located.text, divided)
         return tokens.label_encoding(encoding, located)
 
-    def mark_control(self, located: conversation.Located, chat: conversation.PreparedChat) -> conversation.Located:
+    def mark_control(self, located: Located, chat: PreparedChat) -> Located:
         return self.borders.control.mark(located, chat.values)
 
 
@@ -217,11 +209,9 @@ class TemplateMasker:
     """Masks chats with the tokenizer's template and one set of its arguments. Invariant: its skeletons were learned
     from that template with those arguments."""
 
-    def __init__(
-        self, tokenizer: Any, labeller: ChatLabeller, rules: TurnRules, template_args: Mapping[str, Any]
-    ) -> None:
-        self.tokenizer, self.labeller, self.rules, self.template_args = tokenizer, labeller, rules, template_args
-        self.renderer = ChatRenderer(tokenizer, template_args)
+    def __init__(self, tokenizer: Any, labeller: ChatLabeller, rules: TurnRules, args: Mapping[str, Any]) -> None:
+        self.tokenizer, self.labeller, self.rules, self.template_args = tokenizer, labeller, rules, args
+        self.renderer = ChatRenderer(tokenizer, args)
         stops = replace(find_stops(tokenizer, rules.stop_token_ids), may_be_missing=rules.allows_missing_stop)
         self.finder = TurnFinder(self.renderer, stops)
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
@@ -229,24 +219,15 @@ class TemplateMasker:
         self.locator = PassageLocator(self.renderer, self.finder, matcher, rules.strict_reasoning)
         self.open_turns: set[str] = set()  # turns without a stop token ("inner", "last"); set by `check`
 
-    def mask(
-        self, chats: Sequence[conversation.Chat], *, divides: bool
-    ) -> list[conversation.TokenizedChat | ValueError]:
+    def mask(self, chats: Sequence[Chat], *, divides: bool) -> list[TokenizedChat | ValueError]:
         """`ChatMasker.mask` of chats with these arguments."""
         return self.mask_at(self.locator, chats, appends_stop=self.rules.appends_stop, divides=divides)
 
     def mask_at(
-        self,
-        locator: PassageLocator,
-        chats: Sequence[conversation.Chat],
-        *,
-        appends_stop: bool = False,
-        divides: bool = False,
-    ) -> list[conversation.TokenizedChat | ValueError]:
-        """Token ids and labels of chats, with the passages that `locator` finds.
-
-        Raises ValueError without a template, or if no stop token can be appended.
-        """
+        self, locator: PassageLocator, chats: Sequence[Chat], *, appends_stop: bool = False, divides: bool = False
+    ) -> list[TokenizedChat | ValueError]:
+        """Token ids and labels of chats, with the passages that `locator` finds. Raises ValueError without a template,
+        or if no stop token can be appended."""
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 "the tokenizer has no chat template: name one with --chat-template, or use the model's instruct version"
@@ -267,9 +248,7 @@ class TemplateMasker:
     def make_checker(self) -> TemplateChecker:
         as_rendered = replace(self.locator, matcher=replace(self.locator.matcher, as_prompted=False))
         mask = partial(self.mask_at, as_rendered)
-        return TemplateChecker(
-            self.tokenizer, self.finder.stops, mask, self.renderer.render, template_args=self.template_args
-        )
+        return TemplateChecker(self.tokenizer, self.finder.stops, mask, self.renderer.render, self.template_args)
 
     def find_stop_token(self) -> int | None:
         """The token that ends an assistant's turn, at which generation has to stop; None if there is none."""
@@ -339,9 +318,8 @@ class ChatMasker:
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.template_args = tokenizer, template_args or {}
-        borders = tokens.BorderEncoder(
-            tokenizer, tokens.ByteEncoder(tokenizer), tokens.ControlTokens(tokenizer, control_tokens)
-        )
+        control = tokens.ControlTokens(tokenizer, control_tokens)
+        borders = tokens.BorderEncoder(tokenizer, tokens.ByteEncoder(tokenizer), control)
         self.texts, self.labeller = tokens.TextMasker(tokenizer, borders), ChatLabeller(borders, expander)
         self.rules = TurnRules(
             stop_token_ids,
@@ -353,9 +331,7 @@ class ChatMasker:
         self.chats = TemplateMasker(tokenizer, self.labeller, self.rules, self.template_args)
         self.others: dict[str, TemplateMasker | ValueError] = {}  # by the arguments that rows have for themselves
 
-    def mask(
-        self, rows: Sequence[conversation.Example], *, divides: bool = False
-    ) -> list[conversation.TokenizedChat | ValueError]:
+    def mask(self, rows: Sequence[Example], *, divides: bool = False) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or the error that makes it unusable. `divides`: a chat's prompt, up to the
         first passage that is trained, has the tokens that it has alone.
 
@@ -364,16 +340,14 @@ class ChatMasker:
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault((type(row), repr(getattr(row, "template_args", None))), []).append(i)
-        results: dict[int, conversation.TokenizedChat | ValueError] = {}
+        results: dict[int, TokenizedChat | ValueError] = {}
         for (kind, _), indices in groups.items():
             own = [rows[i] for i in indices]
-            masked = self.mask_chats(own, divides=divides) if kind is conversation.Chat else self.texts.mask(own)
+            masked = self.mask_chats(own, divides=divides) if kind is Chat else self.texts.mask(own)
             results.update(zip(indices, masked, strict=True))
         return [results[i] for i in range(len(rows))]
 
-    def mask_chats(
-        self, chats: Sequence[conversation.Chat], *, divides: bool
-    ) -> list[conversation.TokenizedChat | ValueError]:
+    def mask_chats(self, chats: Sequence[Chat], *, divides: bool) -> list[TokenizedChat | ValueError]:
         """`mask` for chats with the same arguments of the template."""
         args = chats[0].template_args
         if not args:

@@ -21,9 +21,8 @@ from mini_trainer.data.chat.turns import Stops
 def check_rest(outline: conversation.Outline, stops: Stops) -> None:
     """Refuses text outside of leaves that looks like a placeholder or like a special token."""
     counts = Counter(int(a or b) for a, b in conversation.PLACEHOLDER.findall(outline.text))
-    if len(counts) != len(outline.leaves) or any(
-        counts[i] != 1 for i in range(len(outline.leaves)) if not outline.is_echoed(i)
-    ):
+    written_once = [i for i in range(len(outline.leaves)) if not outline.is_echoed(i)]
+    if len(counts) != len(outline.leaves) or any(counts[i] != 1 for i in written_once):
         raise ValueError("contains text that looks like a placeholder used for masking")
     calls = [message["tool_calls"] for message in outline.messages if message.get("tool_calls")]
     if calls and (found := stops.special.search(json.dumps(calls, ensure_ascii=False, default=repr))):
@@ -138,8 +137,7 @@ class Stretch:
 
 @dataclass
 class PlaceMemory:
-    """Calls of outlines, each with the template's text around it, whose keys and constants are known to be in their
-    turn."""
+    """Calls, with the template's text around them, whose keys and constants are known to be in their turn."""
 
     known: set[tuple[str, ...]] = field(default_factory=set)
 
@@ -174,11 +172,7 @@ def find_stretches(outline: conversation.Outline, skeleton: Skeleton, text: str)
     """The place of each call in its message's turn, twice: from its first leaf, and from the leaf before, each to the
     next leaf that is not its own. Empty for calls without leaves."""
     starts = [0, *(match.end() for match in conversation.PLACEHOLDER.finditer(text))]
-    calls = [
-        (i, number)
-        for i, message in enumerate(outline.messages)
-        for number in range(len(conversation.list_calls(message)))
-    ]
+    calls = [(i, k) for i, message in enumerate(outline.messages) for k in range(len(conversation.list_calls(message)))]
     turned = {turn.message for turn in skeleton.turns}
     stretches = {call: [] for call in calls if call[0] in turned}
     for turn in skeleton.turns:
@@ -274,8 +268,8 @@ class ArgumentProber:
                 f"the chat template writes the call of message {min(marked)[0] + 1} differently with other keys"
             )
         for number, (call, key) in enumerate(owners):
-            problem = self.judge(call, f"the key {key!r}", [(place, place + 1) for place in places.get(number, [])])
-            if problem is not None:
+            own = [(place, place + 1) for place in places.get(number, [])]
+            if (problem := self.judge(call, f"the key {key!r}", own)) is not None:
                 return problem
         return None
 
@@ -297,8 +291,7 @@ class ArgumentProber:
             changes = [change for change in round if change is not None]
             if changes and self.find_problem_of_constants(changes) is not None:
                 for change in changes:
-                    problem = self.find_problem_of_constants([change])
-                    if problem is not None:
+                    if (problem := self.find_problem_of_constants([change])) is not None:
                         raise problem
 
     def find_problem_of_constants(self, changes: list[tuple[Call, Any, Any]]) -> ValueError | None:
@@ -311,8 +304,7 @@ class ArgumentProber:
             return ValueError(f"the chat template writes a call of {which} differently with other arguments")
         for call, value, _ in changes:
             own = [place for place in places if len(changes) == 1 or self.find_owner(*place) == call[0]]
-            problem = self.judge(call, f"the argument {json.dumps(value)}", own)
-            if problem is not None:
+            if (problem := self.judge(call, f"the argument {json.dumps(value)}", own)) is not None:
                 return problem
         others = {message for (message, _), _, _ in changes}
         if any(self.find_owner(*place) not in others for place in places):

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mini_trainer.data.chat import conversation
-from mini_trainer.data.chat.rendering import EXCHANGE, catch_error, prepare_for, takes_parts
+from mini_trainer.data.chat.conversation import Chat, Located, Message, PreparedChat, Remark, TokenizedChat
+from mini_trainer.data.chat.rendering import EXCHANGE, catch_error, make_tool, prepare_for, takes_parts
 from mini_trainer.data.chat.skeletons import Beginning, Render, Span
 from mini_trainer.data.chat.tokens import split_by_training
 from mini_trainer.data.chat.turns import Stops
@@ -50,25 +51,18 @@ QUESTION, ANSWER = EXCHANGE
 MORE = [{"role": "user", "content": "And 3 + 3?"}, {"role": "assistant", "content": "It is 6."}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 THINKING = {**ANSWER, "reasoning_content": "Two and two make four."}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds numbers.",
-        "parameters": {"type": "object", "properties": {"terms": {"type": "string", "description": "Which."}}},
-    },
-}
+TOOL = make_tool({"terms": {"type": "string", "description": "Which."}})
 CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"terms": "2, 2"}}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "sum: 4", "tool_call_id": "call00001", "name": "add"}
 
 PROBES = [
-    conversation.Chat([QUESTION, ANSWER]),
-    conversation.Chat([QUESTION, ANSWER, *MORE]),
-    conversation.Chat([SYSTEM, QUESTION, ANSWER]),
-    conversation.Chat([QUESTION, THINKING]),
-    conversation.Chat([QUESTION, THINKING, *MORE]),
-    conversation.Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
+    Chat([QUESTION, ANSWER]),
+    Chat([QUESTION, ANSWER, *MORE]),
+    Chat([SYSTEM, QUESTION, ANSWER]),
+    Chat([QUESTION, THINKING]),
+    Chat([QUESTION, THINKING, *MORE]),
+    Chat([QUESTION, CALLING, RESULT, ANSWER], tools=[TOOL]),
 ]
 NUM_REQUIRED_PROBES = 2  # a template may refuse the others
 
@@ -83,29 +77,21 @@ class PromptMatcher:
     closings: dict[tuple[str, str, bool], str | None] = field(default_factory=dict)
 
     def match(
-        self,
-        text: str,
-        spans: list[Span],
-        messages: Sequence[conversation.Message],
-        *,
-        trained: Sequence[bool],
-        render: Render,
-        has_tools: bool,
-    ) -> tuple[str, list[Span], list[conversation.Remark]]:
+        self, text: str, spans: list[Span], chat: PreparedChat, render: Render
+    ) -> tuple[str, list[Span], list[Remark]]:
         """The row and its spans, changed if `as_prompted`, and remarks on its trained turns."""
-        own = [span for span in spans if messages[span.message]["role"] == conversation.ASSISTANT]
+        own = [span for span in spans if chat.messages[span.message]["role"] == conversation.ASSISTANT]
         last = max(own, key=lambda span: span.start, default=None)
         remarks = []
         for span in own:
-            if not trained[span.message]:
+            if chat.weights[span.message] == 0:
                 continue
-            lacks = lacks_reasoning(text, span, messages[span.message])
-            if lacks:
-                remarks.append(conversation.Remark(UNTRAINED_REASONING))
+            if lacks := lacks_reasoning(text, span, chat.messages[span.message]):
+                remarks.append(Remark(UNTRAINED_REASONING))
             if is_prompted(text, span):
                 continue
             changes = self.as_prompted and span is last and not lacks and can_begin_so(text, span)
-            closing = self.find_closing(span.turn.beginning, render, has_tools) if changes else None
+            closing = self.find_closing(span.turn.beginning, render, bool(chat.tools)) if changes else None
             remarks.append(describe_difference(text, span, closing, is_last=span is last))
             if closing is not None:
                 text, spans = begin_as_prompted(text, spans, span, closing)
@@ -126,13 +112,13 @@ class PromptMatcher:
         return self.closings[key]
 
 
-def describe_difference(text: str, span: Span, closing: str | None, *, is_last: bool) -> conversation.Remark:
+def describe_difference(text: str, span: Span, closing: str | None, *, is_last: bool) -> Remark:
     """A remark on a turn that begins differently from its prompt. `closing`: the beginning of a changed turn."""
     beginning = span.turn.beginning
     if closing is not None:
-        return conversation.Remark(AS_PROMPTED, beginning.prompt[-NUM_SHOWN:], closing)
+        return Remark(AS_PROMPTED, beginning.prompt[-NUM_SHOWN:], closing)
     kept = beginning.header + text[span.opens : span.start]
-    return conversation.Remark(AS_RENDERED if is_last else EARLIER, beginning.prompt[-NUM_SHOWN:], kept[-NUM_SHOWN:])
+    return Remark(AS_RENDERED if is_last else EARLIER, beginning.prompt[-NUM_SHOWN:], kept[-NUM_SHOWN:])
 
 
 def is_prompted(text: str, span: Span) -> bool:
@@ -143,7 +129,7 @@ def is_prompted(text: str, span: Span) -> bool:
     return beginning.prompted is not None and text.startswith(beginning.prompted, span.opens)
 
 
-def lacks_reasoning(text: str, span: Span, message: conversation.Message) -> bool:
+def lacks_reasoning(text: str, span: Span, message: Message) -> bool:
     """Whether the turn lacks its message's reasoning, which may have a key of its own or be in the content."""
     if span.turn.lacks_reasoning:
         return True
@@ -153,7 +139,7 @@ def lacks_reasoning(text: str, span: Span, message: conversation.Message) -> boo
     return inline is not None and inline[inline.lastindex].strip() not in text[span.opens : span.end]
 
 
-def find_unread_keys(messages: Sequence[conversation.Message], text: str, render: Render) -> list[conversation.Remark]:
+def find_unread_keys(messages: Sequence[Message], text: str, render: Render) -> list[Remark]:
     """Remarks on message keys that the template does not read: without them it writes the same `text`."""
     unchecked = {(message["role"], key) for message in messages for key in message.keys() - READ_OR_CHECKED}
     others = sorted(unchecked - READ_OF_RESULTS)
@@ -165,7 +151,7 @@ def find_unread_keys(messages: Sequence[conversation.Message], text: str, render
         return catch_error(render, [kept]) == [text]
 
     unread = others if writes_same(others) else [other for other in others if writes_same([other])]
-    return [conversation.Remark(UNREAD_KEY, role, key) for role, key in unread]
+    return [Remark(UNREAD_KEY, role, key) for role, key in unread]
 
 
 def find_closing(prompted: str, template: str, render: Render) -> str | None:
@@ -215,10 +201,7 @@ def begin_as_prompted(text: str, spans: list[Span], span: Span, closing: str) ->
     rest = span.opens + skip_empty_reasoning(beginning.written)
     words = beginning.prompted + closing
     by = len(words) - (rest - span.opens)
-    moved = [
-        other if other.start < span.start else replace(other, start=other.start + by, end=other.end + by)
-        for other in spans
-    ]
+    moved = [one if one.start < span.start else replace(one, start=one.start + by, end=one.end + by) for one in spans]
     changed = replace(span, start=span.opens + len(beginning.prompted), end=span.end + by)
     spans = [changed if old is span else new for old, new in zip(spans, moved, strict=True)]
     return text[: span.opens] + words + text[rest:], spans
@@ -230,7 +213,7 @@ class TemplateChecker:
 
     tokenizer: Any
     stops: Stops
-    mask: Callable[[Sequence[conversation.Chat]], list[conversation.TokenizedChat | ValueError]]
+    mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]]
     render: Render
     template_args: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -255,7 +238,7 @@ class TemplateChecker:
             self.notes.append("the chat template takes contents as lists of parts, so texts are passed as such lists")
         return list(dict.fromkeys(self.notes))
 
-    def choose_probes(self) -> list[conversation.Chat]:
+    def choose_probes(self) -> list[Chat]:
         """The probes, all with tools if the template fails without."""
         (plain,) = self.mask(PROBES[:1])
         if not isinstance(plain, ValueError):
@@ -267,8 +250,7 @@ class TemplateChecker:
         return with_tools
 
     def find_stop_token(self) -> int | None:
-        """The token at which generation has to stop: the one that ends a conversation's last turn, or else an earlier
-        turn."""
+        """The token at which generation has to stop: it ends a conversation's last turn, or else an earlier one."""
         (tokenized,) = self.mask([self.choose_probes()[1]])
         if isinstance(tokenized, ValueError):
             return None
@@ -282,10 +264,9 @@ class TemplateChecker:
         stretches = [stretch for chat in probes for stretch in split_by_training(chat.input_ids, chat.labels)]
         return {ids[-1] for ids, is_trained in stretches if is_trained and self.ends_with_special_token(ids)}
 
-    def find_problem(self, tokenized: conversation.TokenizedChat, chat: conversation.Chat) -> str | None:
-        """The problem with a probe's token ids or labels. Adds notes on properties of the template that are allowed but
-        unexpected."""
-        is_divided = conversation.Remark(conversation.DIVIDED) in tokenized.remarks
+    def find_problem(self, tokenized: TokenizedChat, chat: Chat) -> str | None:
+        """The problem with a probe's token ids or labels. Notes properties of the template that are only unexpected."""
+        is_divided = Remark(conversation.DIVIDED) in tokenized.remarks
         if tokenized.input_ids != self.encode(chat) and not is_divided:
             return "apply_chat_template returns other token ids"
         stretches = split_by_training(tokenized.input_ids, tokenized.labels)
@@ -294,8 +275,7 @@ class TemplateChecker:
         if len(trained) != len(turns):
             return f"{len(turns)} assistant turns, {len(trained)} stretches of trained tokens"
         for ids, message in zip(trained, turns, strict=True):
-            problem = self.find_problem_of_turn(ids, message)
-            if problem is not None:
+            if (problem := self.find_problem_of_turn(ids, message)) is not None:
                 return problem
             if not self.ends_with_special_token(ids):
                 is_last = message is chat.messages[-1]
@@ -305,9 +285,8 @@ class TemplateChecker:
         self.compare_prompt(tokenized, chat)
         return None
 
-    def compare_prompt(self, tokenized: conversation.TokenizedChat, chat: conversation.Chat) -> None:
-        """Adds a note if the prompt differs from the text before the row's last answer, unless one of the row's remarks
-        says so."""
+    def compare_prompt(self, tokenized: TokenizedChat, chat: Chat) -> None:
+        """Notes if the prompt differs from the text before the last answer, unless a remark of the row says so."""
         before = tokenized.input_ids[: tokenized.spans[-1].start]
         prompt = self.encode(chat, is_prompt=True)
         if prompt == before or any(remark.prompted for remark in tokenized.remarks):
@@ -317,18 +296,15 @@ class TemplateChecker:
             " before the answer"
         )
 
-    def encode(self, chat: conversation.Chat, *, is_prompt: bool = False) -> list[int]:
+    def encode(self, chat: Chat, *, is_prompt: bool = False) -> list[int]:
         """Token ids of the chat, or of the prompt for its last answer."""
         messages = prepare_for(self.tokenizer, chat.messages[:-1] if is_prompt else chat.messages)
         return self.tokenizer.apply_chat_template(
             messages, tools=chat.tools, add_generation_prompt=is_prompt, return_dict=True, **self.template_args
         )["input_ids"]
 
-    def check_as_prompted(
-        self, mask: Callable[[Sequence[conversation.Chat]], list[conversation.TokenizedChat | ValueError]], name: str
-    ) -> None:
-        """Raises ValueError if a changed row does not follow the prompt or trains more than the answer, or if no row
-        is changed."""
+    def check_as_prompted(self, mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]], name: str) -> None:
+        """ValueError if a changed row does not follow the prompt or trains more than the answer, or none is changed."""
         flag, num_changed = "--thinking-prefix train-as-prompted", 0
         for chat in self.choose_probes():
             (tokenized,) = mask([chat])
@@ -350,15 +326,14 @@ class TemplateChecker:
     def ends_with_special_token(self, ids: list[int]) -> bool:
         return self.stops.special.fullmatch(self.tokenizer.convert_ids_to_tokens(ids[-1])) is not None
 
-    def find_problem_of_turn(self, ids: list[int], message: conversation.Message) -> str | None:
+    def find_problem_of_turn(self, ids: list[int], message: Message) -> str | None:
         """The problem with the trained tokens of a probe's turn; None if none."""
         decoded = self.decode(ids)
         call = message["tool_calls"][0]["function"]["arguments"]["terms"] if "tool_calls" in message else ""
         for text in (message["content"], call):
             if squeeze(text) not in squeeze(decoded):
                 return f"{decoded!r} is trained instead of {text!r} and the end-of-turn token"
-        others = [QUESTION["content"], MORE[0]["content"], SYSTEM["content"], RESULT["content"]]
-        for text in others:
+        for text in (QUESTION["content"], MORE[0]["content"], SYSTEM["content"], RESULT["content"]):
             if squeeze(text) in squeeze(decoded):
                 return f"{decoded!r} is trained, which is not all the assistant's"
         return None
@@ -380,10 +355,7 @@ class StopAppender:
     """
 
     def __init__(
-        self,
-        locate: Callable[[conversation.Chat], conversation.Located],
-        checker: TemplateChecker,
-        stop_token_ids: Collection[int],
+        self, locate: Callable[[Chat], Located], checker: TemplateChecker, stop_token_ids: Collection[int]
     ) -> None:
         self.tokenizer, self.stops, self.stop_token_ids = checker.tokenizer, checker.stops, stop_token_ids
         after_text = learn_ending(locate, self.stops, checker.choose_probes()[1])
@@ -392,9 +364,8 @@ class StopAppender:
             raise ValueError("--missing-stop-token append: the chat template has none, and the tokenizer no eos_token")
         self.after_calls = learn_ending(locate, self.stops, PROBES[-1])
 
-    def append(self, located: conversation.Located, chat: conversation.PreparedChat) -> conversation.Located:
-        """The rendered conversation, plus a trained stop token if its last turn is a trained assistant turn that lacks
-        one."""
+    def append(self, located: Located, chat: PreparedChat) -> Located:
+        """The rendered conversation; a last turn that is trained and lacks a stop token gets one, also trained."""
         if chat.messages[-1]["role"] != conversation.ASSISTANT or chat.weights[-1] == 0 or not located.passages:
             return located
         last = located.passages[-1]
@@ -412,9 +383,7 @@ class StopAppender:
         return replace(located, text=text, passages=passages, is_stop_appended=True)
 
 
-def learn_ending(
-    locate: Callable[[conversation.Chat], conversation.Located], stops: Stops, probe: conversation.Chat
-) -> str | None:
+def learn_ending(locate: Callable[[Chat], Located], stops: Stops, probe: Chat) -> str | None:
     """The text that ends the probe's first assistant turn and is missing if the conversation ends there."""
     whole = catch_error(locate, probe)
     cut = catch_error(locate, replace(probe, messages=probe.messages[:2]))

@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache, wraps
 from typing import Any, TypeVar
 
 from mini_trainer.data.chat import conversation
+from mini_trainer.data.chat.conversation import Message, PreparedChat, Tools
 from mini_trainer.data.stores.tokenizers import GENERATION_TAG
 from mini_trainer.distributed.limits import memory_limit, time_limit
 
@@ -24,14 +25,6 @@ ARGUMENTS = (
     {"terms": WORDS, "note": "it's", "deep": True, "n": 2},  # quotes, booleans and numbers: JSON differs from Python
     {"terms": WORDS},  # for templates that take only texts
 )
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds numbers.",
-        "parameters": {"type": "object", "properties": {key: {"type": "string"} for key in ARGUMENTS[0]}},
-    },
-}
 RESULT = {"role": "tool", "content": "sum: 5", "tool_call_id": "call00001", "name": "add"}
 
 RENDER_SECONDS = 20.0  # per call; a thousand ordinary chats take less than one second
@@ -48,10 +41,15 @@ WITHOUT_TOOLS = (
     "the chat template leaves out the row's tools: use one that writes them (--chat-template), or describe them in the"
     " system message"
 )
-GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def make_calling(arguments: dict[str, Any] | str) -> list[conversation.Message]:
+def make_tool(properties: dict[str, Any]) -> dict[str, Any]:
+    """A tool with these parameters."""
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "add", "description": "Adds numbers.", "parameters": parameters}}
+
+
+def make_calling(arguments: dict[str, Any] | str) -> list[Message]:
     """A conversation with a call that has these arguments."""
     call = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": arguments}}
     return [
@@ -62,7 +60,7 @@ def make_calling(arguments: dict[str, Any] | str) -> list[conversation.Message]:
     ]
 
 
-def takes_text(render: Callable[[list[conversation.Message]], str | None]) -> bool:
+def takes_text(render: Callable[[list[Message]], str | None]) -> bool:
     """Whether a template takes arguments as JSON text only: its rendering has them whole if they are given so, and not
     if they are an object. `render` returns None for conversations that the template refuses."""
     for arguments in ARGUMENTS:
@@ -121,7 +119,7 @@ def check_length(text: str) -> str:
     return text
 
 
-def prepare_for(tokenizer: Any, messages: Sequence[conversation.Message]) -> list[conversation.Message]:
+def prepare_for(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """The messages in the form that the tokenizer's chat template reads. Used for rows and prompts, so that a model is
     prompted with the text that it was trained on."""
     prepared = prepare_contents(tokenizer, messages)
@@ -135,7 +133,7 @@ def prepare_for(tokenizer: Any, messages: Sequence[conversation.Message]) -> lis
     ]
 
 
-def prepare_contents(tokenizer: Any, messages: Sequence[conversation.Message]) -> list[conversation.Message]:
+def prepare_contents(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
     """The messages with contents in the form that the chat template reads."""
     prepared = []
     for message in messages:
@@ -164,17 +162,22 @@ def cached_by_template(function: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+def try_template(tokenizer: Any, messages: list[Message], tools: Tools = None) -> str | None:
+    """The text that the chat template writes; None if it fails."""
+    try:
+        with template_errors():
+            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    except ValueError:
+        return None
+
+
 @cached_by_template
 def reads_parts(tokenizer: Any, role: str) -> bool:
     """Whether the template writes the text of a content that is a list of parts, for messages of this role."""
     said = {"role": role, "content": "Two and two."}
     others = [message for message in EXCHANGE if message["role"] != role]
     messages = [*others, as_parts(said)] if role in (conversation.ASSISTANT, "tool") else [as_parts(said), *others]
-    try:
-        with template_errors():
-            before, found, _ = tokenizer.apply_chat_template(messages, tokenize=False).partition(said["content"])
-    except ValueError:
-        return False
+    before, found, _ = (try_template(tokenizer, messages) or "").partition(said["content"])
     return found != "" and LIST_AS_IT_STANDS.search(before) is None
 
 
@@ -182,12 +185,8 @@ def reads_parts(tokenizer: Any, role: str) -> bool:
 def takes_parts(tokenizer: Any) -> bool:
     """Whether the template writes contents only if they are lists of parts, as those of some multi-modal models do."""
 
-    def writes(messages: list[conversation.Message]) -> bool:
-        try:
-            with template_errors():
-                text = tokenizer.apply_chat_template(messages, tokenize=False)
-        except ValueError:
-            return False
+    def writes(messages: list[Message]) -> bool:
+        text = try_template(tokenizer, messages) or ""
         return all(message["content"] in text for message in EXCHANGE)
 
     return not writes(EXCHANGE) and writes([as_parts(message) for message in EXCHANGE])
@@ -197,33 +196,31 @@ def takes_parts(tokenizer: Any) -> bool:
 def takes_calls_as_text(tokenizer: Any) -> bool:
     """Whether the template takes the arguments of calls as JSON text, not as an object."""
 
-    def render(messages: list[conversation.Message]) -> str | None:
+    def render(messages: list[Message]) -> str | None:
         prepared = prepare_contents(tokenizer, messages)
-        for tools in ([TOOL], None):  # some templates work only with tools, or only without
+        tool = make_tool({key: {"type": "string"} for key in ARGUMENTS[0]})
+        for tools in ([tool], None):  # some templates work only with tools, or only without
             for part in (prepared, prepared[:2]):  # some know no role of tools
-                try:
-                    with template_errors():
-                        return tokenizer.apply_chat_template(part, tools=tools, tokenize=False)
-                except ValueError:
-                    continue
+                if (text := try_template(tokenizer, part, tools)) is not None:
+                    return text
         return None
 
     return takes_text(render)
 
 
-def as_parts(message: conversation.Message) -> conversation.Message:
+def as_parts(message: Message) -> Message:
     """The message with its text as a list of one part, the only form that some multi-modal templates write."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if conversation.is_text(content) else message
 
 
-def has_text_parts(message: conversation.Message) -> bool:
+def has_text_parts(message: Message) -> bool:
     """Whether the content is a list of text parts only."""
     parts = message.get("content")
     return isinstance(parts, list) and parts != [] and all(map(conversation.is_text_part, parts))
 
 
-def as_text(message: conversation.Message, number: int) -> conversation.Message:
+def as_text(message: Message, number: int) -> Message:
     """The message with its only part as a text. Several parts are refused: they could be joined in several ways."""
     parts = message["content"]
     if len(parts) > 1:
@@ -293,9 +290,8 @@ class ChatRenderer:
     def tells_time(self) -> bool:
         return "strftime_now" in json.dumps(self.tokenizer.chat_template)
 
-    def render_each(self, chats: Sequence[conversation.PreparedChat | ValueError]) -> list[Rendered | ValueError]:
-        """Renders all chats with the same tools at once, which is faster; if one fails, each alone, to find out
-        which."""
+    def render_each(self, chats: Sequence[PreparedChat | ValueError]) -> list[Rendered | ValueError]:
+        """Renders all chats with the same tools at once, which is faster; if one fails, each alone, to find which."""
         results: list[Any] = list(chats)
         by_tools: dict[str, list[int]] = {}
         for i, chat in enumerate(chats):
@@ -310,7 +306,7 @@ class ChatRenderer:
                 results[i] = self.explain(result, chats[i])
         return results
 
-    def explain(self, rendered: Rendered | ValueError, chat: conversation.PreparedChat) -> Rendered | ValueError:
+    def explain(self, rendered: Rendered | ValueError, chat: PreparedChat) -> Rendered | ValueError:
         """Adds a hint to an error that occurs if a content is null or missing, but not if it is empty."""
         if not isinstance(rendered, ValueError) or all(message.get("content") is not None for message in chat.messages):
             return rendered
@@ -322,16 +318,14 @@ class ChatRenderer:
             return ValueError(WITHOUT_TOOLS)
         return ValueError(f'{rendered}; it accepts messages with calls if their content is "", not null or missing')
 
-    def render_one(self, messages: list[conversation.Message], *, tools: list[dict[str, Any]] | None) -> Rendered:
+    def render_one(self, messages: list[Message], *, tools: Tools) -> Rendered:
         (rendered,) = self.render_marked([messages], tools=tools)
         return rendered
 
-    def render_marked(
-        self, conversations: Sequence[list[conversation.Message]], *, tools: list[dict[str, Any]] | None
-    ) -> list[Rendered]:
+    def render_marked(self, conversations: Sequence[list[Message]], *, tools: Tools) -> list[Rendered]:
         """The texts, and the passages that the template marks as generated if it has markers."""
         template = self.tokenizer.get_chat_template(None, tools)
-        if GENERATION_MARKER.search(template) is None:
+        if GENERATION_TAG.search(template) is None:
             return [Rendered(text) for text in self.render(conversations, tools=tools)]
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -347,11 +341,7 @@ class ChatRenderer:
         return [Rendered(text, passages) for text, passages in zip(texts, marked, strict=True)]
 
     def render(
-        self,
-        conversations: Sequence[list[conversation.Message]],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        generation_prompt: bool = False,
+        self, conversations: Sequence[list[Message]], *, tools: Tools = None, generation_prompt: bool = False
     ) -> list[str]:
         """The texts that `apply_chat_template` tokenizes."""
         with template_errors():

@@ -79,8 +79,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Span:
-    """Characters [start, end) of a rendered chat that belong to a turn and could be trained. The header before them
-    ends at `opens`."""
+    """Characters [start, end) of a rendered chat: a turn that could be trained. Its header ends at `opens`."""
 
     start: int
     end: int
@@ -169,13 +168,11 @@ NOTHING = ("", Writing())  # before a conversation's first leaf, and after its l
 
 
 def fit_writings(kinds: list[str], literals: list[str], gaps: list[str]) -> list[Writing]:
-    """The template's way of writing leaves of these kinds. `gaps`: the literals, with the remaining padding of padded
-    texts."""
+    """The template's way of writing leaves of these kinds. `gaps`: the literals with what remains of texts' padding."""
     written = [NOTHING, *((kind, Writing()) for kind in kinds), NOTHING]
     for k, (literal, gap) in enumerate(zip(literals, gaps, strict=True)):
         before, after = written[k], written[k + 1]
-        choice = fit_gap(literal, gap, before, after)
-        if choice is None:
+        if (choice := fit_gap(literal, gap, before, after)) is None:
             raise ValueError(f"the chat template changes whitespace at a text's ends: {literal!r} became {gap!r}")
         written[k], written[k + 1] = (before[0], choice[0]), (after[0], choice[1])
     return [writing for _, writing in written[1:-1]]
@@ -238,7 +235,7 @@ def pad_outline(outline: Outline) -> list[Message]:
     return replace_placeholders(outline.messages, pad)
 
 
-def common_length(a: str, b: str) -> int:
+def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Length of the common prefix."""
     shorter = min(len(a), len(b))
     return next((i for i in range(shorter) if a[i] != b[i]), shorter)
@@ -288,9 +285,8 @@ def cut_bodies(text: str, skeleton: Skeleton, turns: list[Turn], values: Any) ->
     if not text.startswith(before) or not text.endswith(after) or len(text) < len(before) + len(after):
         return None
     rest = text[len(before) : len(text) - len(after)]
-    if any(
-        not part or len(re.findall(f"(?={re.escape(part)})", rest)) != count for part, count in Counter(between).items()
-    ):
+    counts = Counter(between)
+    if any(not part or len(re.findall(f"(?={re.escape(part)})", rest)) != count for part, count in counts.items()):
         return None
     bodies, at = [], 0
     for part in between:

@@ -18,12 +18,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain, groupby, pairwise
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from mini_trainer.data.chat import conversation
+from mini_trainer.data.chat.conversation import Completion, Document, Located, Passage, Remark, TokenizedChat
 from mini_trainer.data.chat.rendering import catch_error, check_unicode
 from mini_trainer.data.columns.base import IGNORED
 
@@ -33,7 +34,7 @@ CONTROL = "control token"  # kind of the remark on rows with one in a text
 
 LEADS = ("\n", ".", "1", "a")  # before a text that is to be encoded as the continuation of another
 
-PlainText = conversation.Completion | conversation.Document
+PlainText = Completion | Document
 
 
 class ByteEncoder:
@@ -128,7 +129,7 @@ class ControlTokens:
         tokens = sorted((token for token in found if token.strip(" \t\r\n▁")), key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
-    def mark(self, located: conversation.Located, texts: Sequence[Any]) -> conversation.Located:
+    def mark(self, located: Located, texts: Sequence[Any]) -> Located:
         """The row with a remark if its texts (values that are none count for nothing) have a control token. ValueError
         if such rows are to be refused."""
         found = (self.pattern.search(text) for text in texts if isinstance(text, str))
@@ -137,7 +138,7 @@ class ControlTokens:
             return located
         if self.mode == REFUSE:
             raise ValueError(f"has the control token {token!r} in its texts (--control-tokens refuse)")
-        return replace(located, remarks=(*located.remarks, conversation.Remark(CONTROL, rendered=token)))
+        return replace(located, remarks=(*located.remarks, Remark(CONTROL, rendered=token)))
 
 
 @dataclass(frozen=True)
@@ -195,10 +196,7 @@ class BorderEncoder:
 
     def join(self, texts: Sequence[str], encodings: Sequence[Any], *, adds_special: bool = False) -> JoinedEncoding:
         """The encodings of the parts of one text; `adds_special`: the first is encoded as the tokenizer begins and ends
-        texts, and keeps the beginning.
-
-        Raises ValueError if their tokens together do not decode to the text.
-        """
+        texts, and keeps the beginning. Raises ValueError if their tokens together do not decode to the text."""
         num_ending = count_ending(encodings[0].ids, texts[0], *self.eos)
         parts = [TextPart(0, encodings[0], num_dropped=num_ending * adds_special)]
         for i, text in enumerate(texts[1:], start=1):
@@ -219,12 +217,10 @@ class BorderEncoder:
                 skipped = find_token(encoding, len(lead), len(encoding.ids))
                 yield TextPart(part.start, encoding, lead=lead, skipped=skipped)
 
-    def choose(
-        self, parts: Sequence[TextPart], candidates: Iterable[TextPart], text: str, whole: list[int]
-    ) -> TextPart:
+    def choose(self, parts: Sequence[TextPart], choices: Iterable[TextPart], text: str, whole: list[int]) -> TextPart:
         """The first of the text's encodings with which, after the `parts`, decoding gives the row's text, as it is or
         as the tokenizer alters texts: this one alone, or all of them, whose tokens are the `whole`."""
-        first, *others = candidates
+        first, *others = choices
         ids = list(chain.from_iterable(part.ids for part in parts))
         before, alone = self.decode(ids), self.decode(first.ids)
         wanted = {before + text, self.decode(whole)}
@@ -281,9 +277,7 @@ def find_token(encoding: Any, at: int, num_tokens: int) -> int:
     return token
 
 
-def label_encoding(
-    encoding: Any, located: conversation.Located, *, eos_token_id: int | None = None
-) -> conversation.TokenizedChat:
+def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None = None) -> TokenizedChat:
     """Converts passages to spans of tokens: a token is trained if its first character is in a passage.
 
     No token begins before a passage and reaches into it (data/chat/tokens.py). One that begins inside and reaches out
@@ -304,7 +298,7 @@ def label_encoding(
             spans.append(conversation.TrainedSpan(first, end, passage.role, passage.weight))
     if located.pictures is not None and tuple(input_ids) != located.pictures.input_ids:
         raise ValueError("the model's processor and tokenizer make different tokens of the row: it cannot be masked")
-    return conversation.TokenizedChat(
+    return TokenizedChat(
         input_ids,
         spans,
         is_weighted=located.is_weighted,
@@ -327,62 +321,46 @@ class TextMasker:
     def __init__(self, tokenizer: Any, borders: BorderEncoder) -> None:
         self.tokenizer, self.borders = tokenizer, borders
 
-    def mask(self, rows: Sequence[PlainText]) -> list[conversation.TokenizedChat | ValueError]:
+    def mask(self, rows: Sequence[PlainText]) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or the error that makes it unusable; rows of one kind, ended by one eos
         token each. ValueError if the tokenizer has none."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token, which has to end every document and completion")
         located = [catch_error(self.locate, row) for row in rows]
-        encode = self.encode_completions if isinstance(rows[0], conversation.Completion) else self.encode_documents
+        if isinstance(rows[0], Completion):
+            encodings = self.encode_completions(rows, located)
+        else:
+            encodings = encode_each(self.borders.encoder, located, "text", add_special_tokens=True)
         label = partial(label_encoding, eos_token_id=self.tokenizer.eos_token_id)
-        return [
-            catch_error(label, encoding, found) for encoding, found in zip(encode(rows, located), located, strict=True)
-        ]
+        return [catch_error(label, *each) for each in zip(encodings, located, strict=True)]
 
-    def locate(self, row: PlainText) -> conversation.Located:
+    def locate(self, row: PlainText) -> Located:
         """The row's text and its trained passage. ValueError for half a character, and a row that is to be refused."""
-        if isinstance(row, conversation.Document):
-            located = conversation.Located(
-                check_unicode(row.text), [conversation.Passage(0, len(row.text), "document")]
-            )
+        if isinstance(row, Document):
+            located = Located(check_unicode(row.text), [Passage(0, len(row.text), "document")])
         else:
             text = check_unicode(row.prompt + row.completion)
-            located = conversation.Located(text, [conversation.Passage(len(row.prompt), len(text), "completion")])
+            located = Located(text, [Passage(len(row.prompt), len(text), "completion")])
         return self.borders.control.mark(located, [located.text])
 
-    def encode_documents(
-        self, rows: Sequence[conversation.Document], located: Sequence[conversation.Located | ValueError]
-    ) -> list[Any]:
-        return encode_each(self.borders.encoder, [text_of(found) for found in located], add_special_tokens=True)
-
-    def encode_completions(
-        self, rows: Sequence[conversation.Completion], located: Sequence[conversation.Located | ValueError]
-    ) -> list[Any]:
+    def encode_completions(self, rows: Sequence[Completion], located: Sequence[Located | ValueError]) -> list[Any]:
         pairs = zip(rows, located, strict=True)
         usable = [found if isinstance(found, ValueError) else row for row, found in pairs]
         prompts, answers = (
-            encode_each(
-                self.borders.encoder,
-                [catch_error(attrgetter(name), row) for row in usable],
-                add_special_tokens=name == "prompt",
-            )
+            encode_each(self.borders.encoder, usable, name, add_special_tokens=name == "prompt")
             for name in ("prompt", "completion")
         )
         return [catch_error(self.join, *each) for each in zip(usable, prompts, answers, strict=True)]
 
-    def join(self, row: conversation.Completion, prompt: Any, answer: Any) -> Any:
+    def join(self, row: Completion, prompt: Any, answer: Any) -> Any:
         """The completion's encoding, from those of its prompt and its answer."""
         if not row.prompt:
             return self.borders.encode(row.completion, adds_special=True)
         return self.borders.join((row.prompt, row.completion), (prompt, answer), adds_special=True)
 
 
-def encode_each(encoder: ByteEncoder, texts: Sequence[str | ValueError], *, add_special_tokens: bool) -> list[Any]:
-    """Encodes the texts in one call; errors among them keep their places."""
-    usable = [text for text in texts if isinstance(text, str)]
-    encodings = iter(encoder.encode(usable, add_special_tokens=add_special_tokens))
-    return [next(encodings) if isinstance(text, str) else text for text in texts]
-
-
-def text_of(found: conversation.Located | ValueError) -> str | ValueError:
-    return found if isinstance(found, ValueError) else found.text
+def encode_each(encoder: ByteEncoder, rows: Sequence[Any], name: str, *, add_special_tokens: bool) -> list[Any]:
+    """Encodes the texts that the rows have under `name` in one call; errors among the rows keep their places."""
+    texts = [getattr(row, name) for row in rows if not isinstance(row, ValueError)]
+    encodings = iter(encoder.encode(texts, add_special_tokens=add_special_tokens))
+    return [row if isinstance(row, ValueError) else next(encodings) for row in rows]

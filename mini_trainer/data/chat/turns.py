@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from mini_trainer.data.chat import conversation
+from mini_trainer.data.chat.conversation import Message, Outline, is_simple
 from mini_trainer.data.chat.skeletons import MAX_NUM_REMEMBERED, Render, Skeleton, Turn, common_length
 
 REASONING_OPENING = re.compile(r"<\|?think(?:ing|:\w+)?\|?>|<\|START_THINKING\|>|\[THINK\]|<\|channel>thought")
@@ -57,8 +58,7 @@ def find_stops(tokenizer: Any, stop_token_ids: Sequence[int]) -> Stops:
 
 @dataclass(frozen=True)
 class GenerationPrompt:
-    """The template's text after the last text of a conversation, with (`text`) and without (`plain`) a generation
-    prompt."""
+    """The template's text after a conversation's last text, with (`text`) and without (`plain`) a generation prompt."""
 
     text: str
     plain: str
@@ -88,8 +88,7 @@ class GenerationPrompt:
         raise no_prompt(literal, self.text)
 
     def find_rests(self, header: str) -> tuple[str, ...]:
-        """The parts of the prompt that a turn after `header` can begin with: all the rest, or up to where reasoning
-        opens."""
+        """The prompt's parts that can begin a turn after `header`: all the rest, or up to where reasoning opens."""
         rest = self.text.removeprefix(header if self.text.startswith(header) else self.base)
         return tuple(filter(None, [rest, *(rest[: opening.end()] for opening in REASONING_OPENING.finditer(rest))]))
 
@@ -111,7 +110,7 @@ class TurnMemory:
 class TurnLearner:
     """Learns where turns begin and end in one skeleton."""
 
-    outline: conversation.Outline
+    outline: Outline
     skeleton: Skeleton
     render: Render
     stops: Stops
@@ -128,7 +127,7 @@ class TurnLearner:
             slots.setdefault(self.outline.leaves[leaf].message, []).append(k)
         return slots
 
-    def stand_in(self, role: str, text: str) -> conversation.Message:
+    def stand_in(self, role: str, text: str) -> Message:
         """A message to replace another, with its content in the form of this conversation's contents."""
         has_parts = any(isinstance(message.get("content"), list) for message in self.outline.messages)
         return {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
@@ -136,9 +135,8 @@ class TurnLearner:
     @cached_property
     def tokens_that_end_users_turns(self) -> set[str]:
         """The special token that the template writes directly after a user's text if no other turn follows."""
-        _, literals = conversation.split_at_placeholders(
-            self.render([[self.stand_in("user", conversation.OTHER_STAND_IN)]])[0]
-        )
+        user = self.stand_in("user", conversation.OTHER_STAND_IN)
+        _, literals = conversation.split_at_placeholders(self.render([[user]])[0])
         found = self.stops.special.match(literals[-1].lstrip())
         return {found[0]} if found else set()
 
@@ -162,8 +160,7 @@ class TurnLearner:
     def learn_assistant_turn(self, message: int) -> Turn:
         self.memory.make_room()
         start, rests, prompt = self.learn_start(message)
-        end = self.learn_end(message, start)
-        if end is not None:
+        if (end := self.learn_end(message, start)) is not None:
             return Turn(message, start, end, rests, prompt=prompt)
         last = self.slots_by_message[message][-1]
         if self.outline.leaves[self.order[last]].kind != "content":
@@ -189,9 +186,7 @@ class TurnLearner:
         """A key of everything that the beginning of a turn depends on."""
         messages, leaves = self.outline.messages, self.outline.leaves
         before = [(m["role"], conversation.has_calls(m)) for m in messages[max(0, message - 3) : message]]
-        neighbours = [
-            (leaves[leaf].kind, leaves[leaf].message - message) for leaf in self.order[max(first - 1, 0) : first + 1]
-        ]
+        neighbours = [(leaves[i].kind, leaves[i].message - message) for i in self.order[max(first - 1, 0) : first + 1]]
         has_system = messages[0]["role"] != "user"
         return (self.skeleton.literals[first], *neighbours, *before, has_system, is_simple(messages[message]))
 
@@ -219,7 +214,7 @@ class TurnLearner:
         header = prompt.find_header(self.skeleton.literals[first])
         return (first, len(header)), prompt.find_rests(header), prompt.text
 
-    def learn_prompt(self, context: list[conversation.Message], message: conversation.Message) -> GenerationPrompt:
+    def learn_prompt(self, context: list[Message], message: Message) -> GenerationPrompt:
         """The prompt for the message that follows `context`, checked with a turn that has only a content."""
         (prompted,), (plain,) = self.render([context], generation_prompt=True), self.render([context])
         order, literals = conversation.split_at_placeholders(prompted)
@@ -238,10 +233,8 @@ class TurnLearner:
     def learn_start_after_header(self, first: int) -> tuple[tuple[int, int], tuple[str, ...]]:
         """The start of a turn without a prompt, such as a conversation's first message: after the header that would
         follow a user's turn."""
-        prompt = self.learn_prompt(
-            [self.stand_in("user", conversation.OTHER_STAND_IN)],
-            self.stand_in(conversation.ASSISTANT, conversation.STAND_IN),
-        )
+        user = self.stand_in("user", conversation.OTHER_STAND_IN)
+        prompt = self.learn_prompt([user], self.stand_in(conversation.ASSISTANT, conversation.STAND_IN))
         literal = self.skeleton.literals[first]
         for whole in dict.fromkeys((prompt.header, prompt.base)):
             header = whole[self.find_border(prompt.plain, whole) :]
@@ -369,7 +362,7 @@ class TurnLearner:
                 raise ValueError(f"the chat template writes no known end-of-turn token after message {message + 1}")
             index, offset = index + 1, 0
 
-    def render_continued(self, messages: list[conversation.Message], last_leaf: int) -> str | None:
+    def render_continued(self, messages: list[Message], last_leaf: int) -> str | None:
         """The text after the last text of `messages` if a user's turn follows; None if the template refuses that."""
         user = self.stand_in("user", conversation.OTHER_STAND_IN)
         try:
@@ -404,11 +397,6 @@ class TurnLearner:
         if found is None or found[0] not in self.stops.known | self.tokens_that_end_users_turns:
             return None
         return len(tail) if is_last else found.end()
-
-
-def is_simple(message: conversation.Message) -> bool:
-    """Whether the message has only a role and a text."""
-    return set(message) == {"role", "content"} and isinstance(message["content"], str) and message["content"] != ""
 
 
 def no_prompt(literal: str, prompt: str) -> UnknownPrompt:

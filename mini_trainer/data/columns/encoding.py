@@ -24,9 +24,8 @@ def encode_texts(samples: Sequence[TokenizedChat], schema: pa.Schema) -> pa.Reco
     num_targets = np.array([tokens.num_loss_counted_tokens for tokens in samples], np.int32)
     is_weighted = np.array([tokens.is_weighted for tokens in samples], bool)
     weight_bounds = np.cumsum([0, *np.where(is_weighted, lengths, 0)], dtype=np.int32)  # a null takes no room
-    is_null = pa.Array.from_buffers(
-        pa.bool_(), len(samples), [None, pa.py_buffer(np.packbits(~is_weighted, bitorder="little"))]
-    )
+    bits = np.packbits(~is_weighted, bitorder="little")
+    is_null = pa.Array.from_buffers(pa.bool_(), len(samples), [None, pa.py_buffer(bits)])
     columns = [
         pa.ListArray.from_arrays(wrap(bounds), wrap(input_ids)),
         pa.ListArray.from_arrays(wrap(bounds), wrap(labels)),

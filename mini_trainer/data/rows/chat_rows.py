@@ -93,9 +93,8 @@ def build_chat(messages: list[Any], row: Fields) -> conversation.Chat:
     for number, message in enumerate(messages, start=1):
         check_message(message, number)
     messages = [read_marks(message, number) for number, message in enumerate(messages, start=1)]
-    return conversation.Chat(
-        messages, unmask=bool(unmask), tools=read_tools(row), template_args=read_template_args(row)
-    )
+    tools = read_tools(row)
+    return conversation.Chat(messages, bool(unmask), tools, template_args=read_template_args(row))
 
 
 def read_template_args(row: Fields) -> Fields | None:
@@ -314,8 +313,7 @@ def parse_turns(row: Fields, names: Iterable[str] = ANSWERS) -> Fields:
 
 
 def parse_lists(row: Fields, names: Iterable[str]) -> Fields:
-    """The row with lists of texts and numbers in place of their JSON texts. ValueError for lists as Python prints
-    them."""
+    """The row with lists of texts and numbers for their JSON texts. ValueError for lists as Python prints them."""
     parsed = {}
     for name in names:
         text = row.get(name)

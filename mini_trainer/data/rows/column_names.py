@@ -17,6 +17,7 @@ from typing import Any
 from mini_trainer.data.stores.json_lines import quote
 
 Fields = dict[str, Any]
+Names = Collection[str]
 
 WEIGHING = "which parts of a row are trained, and how much they count"
 PROMPTING = "what the model sees before its answer"
@@ -77,14 +78,7 @@ def find_meaning(name: str) -> str | None:
 
 
 def check_columns(
-    row: Fields,
-    *,
-    read: Collection[str],
-    paths: Collection[str] = (),
-    ignored: Collection[str] = (),
-    why: str,
-    meanings: Collection[str] = tuple(MEANINGS),
-    tally: Counter[str],
+    row: Fields, *, read: Names, paths: Names, ignored: Names, why: str, meanings: Names, tally: Counter[str]
 ) -> None:
     """Counts the row's columns that are neither in `read` nor on one of the `paths`; null and empty values do not
     count. RefusedColumn, with the reason `why`, if one of them has one of the `meanings`."""
@@ -134,7 +128,7 @@ def list_paths(row: Fields) -> list[str]:
     return paths
 
 
-def list_unread(row: Fields, read: Collection[str], paths: Collection[str]) -> Iterator[tuple[str, Any]]:
+def list_unread(row: Fields, read: Names, paths: Names) -> Iterator[tuple[str, Any]]:
     """The unread columns; for an object that a path leads into, its unread keys, by their paths."""
     for name, value in row.items():
         if name in read or name in paths:
@@ -175,7 +169,7 @@ def count_column(tally: Counter[str], name: str, count: int = 1) -> None:
     tally[name if name in tally or len(tally) < MAX_NUM_COLUMNS else "other columns"] += count
 
 
-def drop_ignored(row: Fields, ignored: Collection[str], tally: Counter[str]) -> Fields:
+def drop_ignored(row: Fields, ignored: Names, tally: Counter[str]) -> Fields:
     """The row without the `ignored` columns; counts these."""
     if not ignored:
         return row
@@ -187,12 +181,12 @@ def drop_ignored(row: Fields, ignored: Collection[str], tally: Counter[str]) -> 
 
 def check_messages(
     row: Fields,
-    ignored: Collection[str],
+    ignored: Names,
     tally: Counter[str],
     *,
-    marks: Collection[str] = MARKS,
-    meanings: Collection[str] = OF_MESSAGES,
-    also: Sequence[str] = (),
+    marks: Names = MARKS,
+    meanings: Names = OF_MESSAGES,
+    also: Names = (),
 ) -> Fields:
     """The row without the `ignored` keys of its messages and of their contents' parts. RefusedColumn for a key with one
     of the `meanings`, except for the `marks`, which are read. `also`: other columns of messages."""
@@ -203,15 +197,7 @@ def check_messages(
     }
 
 
-def check_keys(
-    message: Any,
-    prefix: str,
-    ignored: Collection[str],
-    tally: Counter[str],
-    *,
-    marks: Collection[str],
-    meanings: Collection[str],
-) -> Any:
+def check_keys(message: Any, prefix: str, ignored: Names, tally: Counter[str], *, marks: Names, meanings: Names) -> Any:
     """The message, or the part of its content, without the `ignored` keys, which are named `prefix`.KEY; RefusedColumn
     as in `check_messages`."""
     if not isinstance(message, dict):
@@ -232,7 +218,7 @@ def check_keys(
     return checked
 
 
-def describe_unread(tally: Counter[str], ignored: Collection[str]) -> list[str]:
+def describe_unread(tally: Counter[str], ignored: Names) -> list[str]:
     """A note on unread columns. ValueError for an `ignored` column that no row has."""
     unread = {name: count for name, count in sorted(tally.items()) if name not in ignored}
     missing = [name for name in ignored if name not in tally]

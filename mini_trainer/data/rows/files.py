@@ -178,9 +178,7 @@ def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
         raise ValueError(f"{flag} {directory}: no file in it ends in {ENDINGS_IN_WORDS}")
     check_unicode(str(directory / name) for name in names)
     folder = Folder(str(directory), skipped)
-    return [
-        Source(directory / name, name.as_posix(), (directory / name).stat().st_size, folder=folder) for name in names
-    ]
+    return [Source(directory / one, one.as_posix(), (directory / one).stat().st_size, folder=folder) for one in names]
 
 
 def choose_files(paths: Iterable[PurePath]) -> tuple[list[PurePath], tuple[str, ...]]:
@@ -244,8 +242,7 @@ def group_rows(metadata: pq.FileMetaData) -> list[range]:
 
 
 class HashingReader(io.RawIOBase):
-    """A file that is read once, in order. Invariant: `num_bytes`, and `digest` if it `hashes`, cover all bytes read so
-    far."""
+    """A file that is read once, in order. Invariant: `num_bytes`, and `digest` if it `hashes`, cover what was read."""
 
     def __init__(self, file: io.RawIOBase, *, hashes: bool = True) -> None:
         self.file = file
@@ -275,7 +272,10 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
         return
     has_end = source.sections.end is None
     with HashingReader(source.open(), hashes=has_end) as raw, refused_if_damaged(source):
-        with open_decompressed(raw, source.compression) as stream:
+        file: Any = raw
+        if source.compression is not None:
+            file = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), source.compression)
+        with io.BufferedReader(file, BLOCK_BYTES) as stream:
             if source.ending in (".jsonl", ".json") and source.sections.start == 0:
                 fault = find_fault(stream.peek(BLOCK_BYTES), may_be_list=source.ending == ".json")
                 if fault is not None:
@@ -304,16 +304,6 @@ def refused_if_damaged(source: Source) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{source}: damaged, or not in the format of its ending: {error}") from None
-
-
-@contextmanager
-def open_decompressed(raw: HashingReader, compression: str | None) -> Iterator[BinaryIO]:
-    """A buffered stream of the file's decompressed content."""
-    if compression is None:
-        yield io.BufferedReader(raw, BLOCK_BYTES)
-    else:
-        with pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression) as stream:
-            yield io.BufferedReader(stream, BLOCK_BYTES)
 
 
 def read_sections(stream: BinaryIO, *, source: Source, reader: HashingReader) -> Iterator[Chunk]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from mini_trainer.data.chat.conversation import IMAGE_PART, Chat, Completion, Document, Example, list_parts
 from mini_trainer.data.rows import chat_rows, column_names
+from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.files import Chunk, iterate_rows
 from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.stores.json_lines import quote
@@ -60,7 +61,7 @@ OWN_NAMES = FieldPaths()
 
 
 def read_text_row(
-    values: column_names.Fields,
+    values: Fields,
     chunk: Chunk,
     tally: Counter[str],
     *,
@@ -69,10 +70,7 @@ def read_text_row(
     folders: chat_rows.ImageFolders | None = None,
 ) -> list[Example]:
     """The row's example. `is_given`: the user has set the chunk's format, and may know better. With `folders`, chats
-    have images.
-
-    Raises RefusedColumn for an unread column that changes the objective; counts the others in `tally`.
-    """
+    have images. Raises RefusedColumn for an unread column that changes the objective; counts the others in `tally`."""
     also_read = chat_rows.IMAGE_COLUMNS if folders is not None else ()
     fields, found = read_fields(values, chunk.format, paths=paths, tally=tally, also_read=also_read), []
     if folders is not None:
@@ -86,13 +84,8 @@ def read_text_row(
 
 
 def read_fields(
-    row: column_names.Fields,
-    data_format: str | None,
-    *,
-    paths: FieldPaths,
-    tally: Counter[str],
-    also_read: tuple[str, ...] = (),
-) -> column_names.Fields:
+    row: Fields, data_format: str | None, *, paths: FieldPaths, tally: Counter[str], also_read: tuple[str, ...] = ()
+) -> Fields:
     """The row under the names of its format, without ignored columns. Raises RefusedColumn for an unread column that
     changes the objective."""
     row = column_names.drop_ignored(row, paths.ignored, tally)
@@ -144,12 +137,9 @@ def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
             )
 
 
-def rename_fields(row: column_names.Fields, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> column_names.Fields:
+def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> Fields:
     """The row with the values at `paths` under the names of its format. Of its other columns, only those that this
-    format reads and `also_read` are kept.
-
-    Raises ValueError if the row lacks a path.
-    """
+    format reads and `also_read` are kept. Raises ValueError if the row lacks a path."""
     given = paths.given
     if not given:
         return chat_rows.parse_turns(row, ())
@@ -178,7 +168,7 @@ def list_formats() -> dict[str, "TextFormat"]:
     return dict(TEXT_FORMATS)
 
 
-def find_format(fields: column_names.Fields) -> str | None:
+def find_format(fields: Fields) -> str | None:
     """The first format whose keys a row has; null counts as missing, because tables cannot leave keys out."""
     has = {key for key, value in fields.items() if value is not None}
     for name, known in list_formats().items():
@@ -187,15 +177,11 @@ def find_format(fields: column_names.Fields) -> str | None:
     return None
 
 
-def read_example(
-    row: column_names.Fields, data_format: str | None, *, is_given: bool, takes_images: bool = False
-) -> Example:
+def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_images: bool = False) -> Example:
     """The row's example. Raises ValueError for a row of a format other than the file's, or with invalid values."""
     found = find_format(row)
     if data_format is None or (found is None and not is_given):
-        expected = "; ".join(
-            f"{name}: {' and '.join(map(' or '.join, TEXT_FORMATS[name].keys))}" for name in TEXT_FORMATS
-        )
+        expected = "; ".join(f"{key}: {' and '.join(map(' or '.join, one.keys))}" for key, one in TEXT_FORMATS.items())
         wanted = f"not a {data_format} row" if data_format else "unrecognised format"
         raise ValueError(
             f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}; other names: --columns messages=NAME,"
@@ -218,7 +204,7 @@ def refuse_images(chat: Chat) -> None:
             )
 
 
-def list_conversation(row: column_names.Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:
+def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:
     """The names of prompt and completion if both are messages (or their JSON text), as in TRL; empty otherwise."""
     prompt = column_names.look_up(row, paths.prompt or "prompt")
     for name in ("completion", "generation"):
@@ -228,15 +214,14 @@ def list_conversation(row: column_names.Fields, paths: FieldPaths = OWN_NAMES) -
     return ()
 
 
-def read_completion(row: column_names.Fields) -> Completion | Chat:
+def read_completion(row: Fields) -> Completion | Chat:
     """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}, texts or lists of messages.
 
     Of these only the assistant's of the completion are trained."""
     names = list_conversation(row)
     if not names:
-        return Completion(
-            chat_rows.require_text(row, "prompt"), chat_rows.require_one_text(row, "completion", "generation")
-        )
+        text = chat_rows.require_text(row, "prompt")
+        return Completion(text, chat_rows.require_one_text(row, "completion", "generation"))
     prompt, answer = (chat_rows.require_list(chat_rows.parse_turns(row, names), name) for name in names)
     prompt = chat_rows.read_system(row) + prompt
     chat = chat_rows.build_chat([*prompt, *answer], row)
@@ -246,12 +231,14 @@ def read_completion(row: column_names.Fields) -> Completion | Chat:
     return chat_rows.leave_untrained(chat, len(prompt))
 
 
-def read_document(row: column_names.Fields) -> Document:
+def read_document(row: Fields) -> Document:
     """Reads {"document": ...} or {"text": ...}."""
     return Document(chat_rows.require_one_text(row, "document", "text"))
 
 
-OF_CHATS = ("system", "tools", "unmask", chat_rows.TEMPLATE_ARGS)
+BESIDE_MESSAGES = ("tools", "unmask", chat_rows.TEMPLATE_ARGS)
+OF_CHATS = ("system", *BESIDE_MESSAGES)
+OF_COMPLETIONS = ("prompt", "completion", "generation")
 IN_ALPACA = {"prompt": "instruction", "completion": "output"}
 
 
@@ -259,28 +246,24 @@ IN_ALPACA = {"prompt": "instruction", "completion": "output"}
 class TextFormat:
     """A format of rows with texts (options.doors.TEXT_FORMATS)."""
 
-    read: Callable[[column_names.Fields], Example]
+    read: Callable[[Fields], Example]
     keys: tuple[tuple[str, ...], ...]  # a row has one key of each tuple
     columns: tuple[str, ...]  # that it reads
 
 
-MESSAGES = TextFormat(
-    chat_rows.read_messages, (("messages",),), ("messages", "tools", "unmask", chat_rows.TEMPLATE_ARGS)
-)
+MESSAGES = TextFormat(chat_rows.read_messages, (("messages",),), ("messages", *BESIDE_MESSAGES))
 SHAREGPT = TextFormat(chat_rows.read_sharegpt, (("conversations",),), ("conversations", *OF_CHATS))
 ALPACA = TextFormat(
     chat_rows.read_alpaca, (("instruction",), ("output",)), ("instruction", "input", "output", "history", *OF_CHATS)
 )
-COMPLETION = TextFormat(
-    read_completion, (("prompt",), ("completion", "generation")), ("prompt", "completion", "generation")
-)
+COMPLETION = TextFormat(read_completion, (("prompt",), ("completion", "generation")), OF_COMPLETIONS)
 DOCUMENT = TextFormat(read_document, (("document", "text"),), ("document", "text"))
 
 # Columns that a format reads in addition to those set by a path.
 BESIDE = {
-    "messages": ("tools", "unmask", chat_rows.TEMPLATE_ARGS),
+    "messages": BESIDE_MESSAGES,
     "conversations": OF_CHATS,
-    "completion": ("prompt", "completion", "generation"),
+    "completion": OF_COMPLETIONS,
     "text": (),
-    "system": ("prompt", "completion", "generation"),
+    "system": OF_COMPLETIONS,
 }

@@ -90,9 +90,7 @@ def open_rows(given: str, split: str, revision: str | None) -> Any:
 
 def choose_rows(saved: Any, split: str) -> Any:
     """A split of what `save_to_disk` wrote, slices of it, or of several: train, train[:10%], train+test[:100].
-
-    ValueError if there is no such split.
-    """
+    ValueError if there is no such split."""
     import datasets
 
     has_splits = isinstance(saved, datasets.DatasetDict)

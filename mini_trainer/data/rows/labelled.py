@@ -32,6 +32,7 @@ from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask,
 from mini_trainer.data.columns.label_columns import describe_names
 from mini_trainer.data.rows import column_names
 from mini_trainer.data.rows.chat_rows import build_chat, parse_lists, parse_turns, require_list, require_text
+from mini_trainer.data.rows.column_names import Fields
 from mini_trainer.data.rows.files import Chunk, Source
 from mini_trainer.data.rows.values import read_features
 from mini_trainer.data.stores.json_lines import quote
@@ -77,14 +78,12 @@ class Labelled:
         return self.content
 
 
-def read_labelled(
-    values: column_names.Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions
-) -> list[Labelled]:
+def read_labelled(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Labelled]:
     """The row's content and label. Counts unread columns; one that weights the row raises RefusedColumn."""
     return [read_row(check_values(values, options, tally), options, is_cell=chunk.encoding == "table")]
 
 
-def check_values(values: column_names.Fields, options: RowOptions, tally: Counter[str]) -> column_names.Fields:
+def check_values(values: Fields, options: RowOptions, tally: Counter[str]) -> Fields:
     """The row without ignored columns. Raises RefusedColumn for a column, or a key of a message, that says how much is
     trained. Unread labels and scores are treated like any other column."""
     values = parse_turns(column_names.drop_ignored(values, options.ignore_columns, tally), ())
@@ -99,7 +98,7 @@ def check_values(values: column_names.Fields, options: RowOptions, tally: Counte
     return column_names.check_messages(values, ignored, tally, marks=(), meanings=meanings)
 
 
-def read_row(values: column_names.Fields, options: RowOptions, *, is_cell: bool) -> Labelled:
+def read_row(values: Fields, options: RowOptions, *, is_cell: bool) -> Labelled:
     """The row's content and label. Raises ValueError if one is missing or there are two contents."""
     content = read_content(values, options)
     name = column_names.find_name(values, options.column("label"), ("label", "labels"), option="--columns label=")
@@ -117,7 +116,7 @@ def read_row(values: column_names.Fields, options: RowOptions, *, is_cell: bool)
     return Labelled(content, labels)
 
 
-def read_content(values: column_names.Fields, options: RowOptions) -> Content:
+def read_content(values: Fields, options: RowOptions) -> Content:
     choices = ("text", "tokens", "messages") if options.column("text") is None else ()
     name = column_names.find_name(values, options.column("text"), choices, option="--columns text=")
     pair = options.column("text_pair") or "text_pair"
@@ -297,9 +296,7 @@ def decide_labels(
     known: DataTask | None,
 ) -> Labels:
     """The meaning of the labels. `known`: the task of another data set with the same labels; `first`: the first row.
-
-    Raises ValueError, naming the option to set, if the meaning is ambiguous.
-    """
+    Raises ValueError, naming the option to set, if the meaning is ambiguous."""
     if known is not None:
         if label_type not in (None, known.label_type):
             raise ValueError(f"--label-type {label_type}: the labels of --labels-from are for {describe_task(known)}")

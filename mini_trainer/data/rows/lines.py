@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, BinaryIO, Literal
 
 from mini_trainer.data.stores import json_lines
+from mini_trainer.data.stores.json_lines import BadRow, Line, TooLong
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
@@ -21,7 +22,7 @@ OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 class CellReader:
     """Decodes lines for the csv module, and keeps track of the lines of the current row."""
 
-    def __init__(self, lines: Iterable[json_lines.Line]) -> None:
+    def __init__(self, lines: Iterable[Line]) -> None:
         self.lines = iter(lines)
         self.start_row()
 
@@ -35,7 +36,7 @@ class CellReader:
         number, line = next(self.lines)
         self.first_line = self.first_line or number
         self.last_line = number
-        if isinstance(line, json_lines.TooLong):
+        if isinstance(line, TooLong):
             self.num_bytes, self.too_long = self.num_bytes + line.num_bytes, True
             return "\n"
         self.beginning = self.beginning or line[: json_lines.NUM_BYTES_SHOWN]
@@ -48,7 +49,7 @@ class CellReader:
         return line.decode(errors="surrogateescape")  # invalid UTF-8 is reported once the row is complete
 
 
-def split_table(lines: Iterable[json_lines.Line], ending: str) -> Iterator[json_lines.Line]:
+def split_table(lines: Iterable[Line], ending: str) -> Iterator[Line]:
     """Yields the rows after the header as cells by column, without empty cells. Raises OSError if the header, or the
     text after a quote, cannot be read."""
     csv.field_size_limit(json_lines.MAX_ROW_BYTES)
@@ -68,7 +69,7 @@ def split_table(lines: Iterable[json_lines.Line], ending: str) -> Iterator[json_
             reason = f"not a row of a table{where}: {error}"
             if columns is None:
                 raise OSError(f"line {cells.first_line}, the header: {reason}") from None
-            yield cells.first_line, json_lines.BadRow(cells.beginning, reason)
+            yield cells.first_line, BadRow(cells.beginning, reason)
             continue
         if columns is None:
             columns = check_header(row, cells, ending) if row else None
@@ -78,27 +79,25 @@ def split_table(lines: Iterable[json_lines.Line], ending: str) -> Iterator[json_
             yield cells.first_line, make_row(row, columns, cells)
 
 
-def make_row(
-    row: list[str], columns: list[str], cells: CellReader
-) -> dict[str, str] | json_lines.BadRow | json_lines.TooLong:
+def make_row(row: list[str], columns: list[str], cells: CellReader) -> dict[str, str] | BadRow | TooLong:
     """Cells by column, or the reason why the row is malformed."""
     if cells.too_long:
-        return json_lines.TooLong(cells.beginning, cells.num_bytes)
+        return TooLong(cells.beginning, cells.num_bytes)
     text = "".join(row)
     lines = f" (lines {cells.first_line} to {cells.last_line})" if cells.last_line > cells.first_line else ""
     if text.startswith("\ufeff") or row == columns:
         what = "begins with a byte-order mark" if text.startswith("\ufeff") else "repeats the header"
-        return json_lines.BadRow(cells.beginning, f"{what}{lines}, as if tables had been concatenated: remove it")
+        return BadRow(cells.beginning, f"{what}{lines}, as if tables had been concatenated: remove it")
     if len(row) != len(columns):
-        return json_lines.BadRow(cells.beginning, f"{len(row)} cells{lines}, but the header has {len(columns)} columns")
+        return BadRow(cells.beginning, f"{len(row)} cells{lines}, but the header has {len(columns)} columns")
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             byte = error.object[error.start].encode(errors="surrogateescape")
-            return json_lines.BadRow(cells.beginning, f"not UTF-8{lines}: {byte!r}; save the table as UTF-8")
+            return BadRow(cells.beginning, f"not UTF-8{lines}: {byte!r}; save the table as UTF-8")
     if "\0" in text:
-        return json_lines.BadRow(cells.beginning, f"has the character NUL{lines}: the table is damaged, or not UTF-8")
+        return BadRow(cells.beginning, f"has the character NUL{lines}: the table is damaged, or not UTF-8")
     return {name: cell for name, cell in zip(columns, row, strict=True) if cell}
 
 
@@ -138,7 +137,7 @@ def starts_with_mark(stream: BinaryIO) -> bool:
     return stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK)
 
 
-def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[json_lines.Line]]:
+def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[Line]]:
     """The encoding of the rows, and the rows. A .json file that does not begin with a list holds JSON lines."""
     if starts_with_mark(stream):
         stream.read(len(BYTE_ORDER_MARK))
@@ -151,14 +150,14 @@ def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[json_l
     return "json", split_lines(stream)
 
 
-def split_text(stream: BinaryIO) -> Iterator[json_lines.Line]:
+def split_text(stream: BinaryIO) -> Iterator[Line]:
     """Yields a text file as one row."""
     text = stream.read(json_lines.MAX_ROW_BYTES + 1)
     if len(text) <= json_lines.MAX_ROW_BYTES:
         yield 1, text
     else:
         rest = sum(map(len, iter(partial(stream.read, BLOCK_BYTES), b"")))
-        yield 1, json_lines.TooLong(text[: json_lines.NUM_BYTES_SHOWN], len(text) + rest)
+        yield 1, TooLong(text[: json_lines.NUM_BYTES_SHOWN], len(text) + rest)
 
 
 def skip_lines(stream: BinaryIO, start: int) -> tuple[int, int]:
@@ -173,9 +172,8 @@ def skip_lines(stream: BinaryIO, start: int) -> tuple[int, int]:
     return num_lines, position
 
 
-def split_lines(stream: BinaryIO, number: int = 0) -> Iterator[json_lines.Line]:
-    """Yields lines, which end only at line feeds, numbered from `number` + 1. Lines that are too long are skipped in
-    pieces."""
+def split_lines(stream: BinaryIO, number: int = 0) -> Iterator[Line]:
+    """Yields lines, which end only at line feeds, numbered from `number` + 1. Too long ones are skipped in pieces."""
     for line in iter(partial(stream.readline, json_lines.MAX_ROW_BYTES + 1), b""):
         number += 1
         if len(line) <= json_lines.MAX_ROW_BYTES:
@@ -186,10 +184,10 @@ def split_lines(stream: BinaryIO, number: int = 0) -> Iterator[json_lines.Line]:
         while piece and not piece.endswith(b"\n"):
             piece = stream.readline(BLOCK_BYTES)
             num_bytes += len(piece)
-        yield number, json_lines.TooLong(beginning, num_bytes)
+        yield number, TooLong(beginning, num_bytes)
 
 
-def split_json_list(stream: BinaryIO) -> Iterator[json_lines.Line]:
+def split_json_list(stream: BinaryIO) -> Iterator[Line]:
     """Yields the elements of a JSON list, which is read whole, with the lines where they begin. Raises OSError if the
     list is damaged, or has more than MAX_LIST_BYTES."""
     blocks = iter(partial(stream.read, BLOCK_BYTES), b"")
@@ -212,7 +210,7 @@ def split_json_list(stream: BinaryIO) -> Iterator[json_lines.Line]:
             raise OSError(f"the list's element in line {line} is not JSON, or has no end: {error}") from None
         element = text[at:end].encode("latin-1")
         is_too_long = len(element) > json_lines.MAX_ROW_BYTES
-        yield line, json_lines.TooLong(element[: json_lines.NUM_BYTES_SHOWN], len(element)) if is_too_long else element
+        yield line, TooLong(element[: json_lines.NUM_BYTES_SHOWN], len(element)) if is_too_long else element
         at = SPACE.match(text, end).end()
         mark = text[at : at + 1]
         if mark not in ("]", ","):
@@ -221,13 +219,11 @@ def split_json_list(stream: BinaryIO) -> Iterator[json_lines.Line]:
         raise OSError("text follows the list that it begins with")
 
 
-def parse_row(
-    raw: bytes | json_lines.TooLong | json_lines.BadRow | dict[str, Any], encoding: Encoding
-) -> dict[str, Any] | None:
+def parse_row(raw: bytes | TooLong | BadRow | dict[str, Any], encoding: Encoding) -> dict[str, Any] | None:
     """A row as an object; None for a blank line. Raises ValueError for malformed rows."""
-    if isinstance(raw, json_lines.TooLong):
+    if isinstance(raw, TooLong):
         raise ValueError(f"{raw.num_bytes:,} bytes long, allowed: {json_lines.MAX_ROW_BYTES:,}; it was skipped")
-    if isinstance(raw, json_lines.BadRow):
+    if isinstance(raw, BadRow):
         raise ValueError(raw.reason)
     if isinstance(raw, dict):
         return raw

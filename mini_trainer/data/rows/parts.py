@@ -38,9 +38,7 @@ from mini_trainer.options.reading import hash_file, open_regular, read_document
 
 FORMAT_VERSION = 5
 # A row is the result of a chunk; `counts` is JSON: each side's kind of samples and totals, the reasons, the bytes read.
-SCHEMA = pa.schema(
-    [("samples", pa.list_(pa.large_binary())), ("rejected", pa.large_binary()), ("counts", pa.large_string())]
-)
+SCHEMA = pa.schema({"samples": pa.list_(pa.large_binary()), "rejected": pa.large_binary(), "counts": pa.large_string()})
 # Classes whose objects the counts can hold, by name.
 RECORDS = {
     one.__name__: one
@@ -107,9 +105,7 @@ def find_count(directory: Path) -> int:
 
 def divide(sources: Sequence[Source], index: int, count: int) -> list[Source]:
     """The sources with the sections of part `index`: those that begin in its share of the bytes of all sources.
-
-    ValueError if the sources cannot be divided.
-    """
+    ValueError if the sources cannot be divided."""
     if any(source.read is not None for source in sources):
         raise ValueError("only files can be divided among processes: give rows by --input-file")
     starts = [list_sections(source) for source in sources]

@@ -23,7 +23,7 @@ tools, margin, weight.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,9 +31,11 @@ from typing import Any
 from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Message, TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import catch_error
+from mini_trainer.data.chat.skeletons import common_length
 from mini_trainer.data.columns.base import FEEDBACK, PREFERENCE, DataTask
 from mini_trainer.data.columns.encoding import TokenizedFeedback, TokenizedPair, add_mismatched, pair_up
 from mini_trainer.data.rows import chat_rows, column_names
+from mini_trainer.data.rows.column_names import Fields, Names, find_name
 from mini_trainer.data.rows.files import Chunk
 from mini_trainer.data.rows.formats import refuse_images
 from mini_trainer.data.rows.rows import Preparation
@@ -71,26 +73,22 @@ def prepare_preferences(masker: ChatMasker, options: RowOptions) -> Preparation[
     return Preparation(DataTask(PREFERENCE), read, mask, masker.chats.stop_token_ids)
 
 
-def read_preferences(
-    values: column_names.Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions
-) -> list[Preference]:
+def read_preferences(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Preference]:
     return [read_preference(values, options, tally)]
 
 
-def read_preference(values: column_names.Fields, options: RowOptions, tally: Counter[str]) -> Preference:
+def read_preference(values: Fields, options: RowOptions, tally: Counter[str]) -> Preference:
     """The row's preference. Raises ValueError for missing or equal answers, and answers to different prompts."""
     ignored, prompt_field = options.ignore_columns, options.column("prompt")
     chosen, rejected = options.column("chosen"), options.column("rejected")
     values = read_turns(values, (prompt_field, chosen, rejected), ignored, tally)
     names = (
-        column_names.find_name(values, chosen, CHOSEN, option="--columns chosen="),
-        column_names.find_name(values, rejected, REJECTED, option="--columns rejected="),
+        find_name(values, chosen, CHOSEN, option="--columns chosen="),
+        find_name(values, rejected, REJECTED, option="--columns rejected="),
     )
     answers = [column_names.look_up(values, name) for name in names]
     is_whole = all(map(is_whole_chat, answers))
-    prompt_name = (
-        None if is_whole else column_names.find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
-    )
+    prompt_name = None if is_whole else find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
     # With whole chats, `prompt` and `messages` repeat what is in them.
     read = {*names, *BESIDE, *((*PROMPTS, prompt_field) if is_whole else (prompt_name,))} - {None}
     check_beside(values, read, ignored, tally, why="Preferences do not read such columns")
@@ -103,30 +101,24 @@ def read_preference(values: column_names.Fields, options: RowOptions, tally: Cou
     messages = [] if is_whole else read_prompt(values, prompt_name, tally, ignored)
     beginning = [*chat_rows.read_system(values), *messages]
     read_side = read_whole_chat if is_whole else read_answer
-    sides = [
-        [*beginning, *read_side(answer, name, tally, ignored)] for answer, name in zip(answers, names, strict=True)
-    ]
+    sides = [[*beginning, *read_side(side, name, tally, ignored)] for side, name in zip(answers, names, strict=True)]
     return build_preference(*sides, values, numbers)
 
 
-def read_turns(
-    values: column_names.Fields, given: Sequence[str | None], ignored: Collection[str], tally: Counter[str]
-) -> column_names.Fields:
+def read_turns(values: Fields, given: Sequence[str | None], ignored: Names, tally: Counter[str]) -> Fields:
     """The row without ignored columns, and with messages for their JSON texts, also in the columns `given`."""
     named = [name for name in given if name is not None]
     return chat_rows.parse_turns(column_names.drop_ignored(values, ignored, tally), (*chat_rows.ANSWERS, *named))
 
 
-def check_beside(
-    values: column_names.Fields, read: Collection[str], ignored: Collection[str], tally: Counter[str], *, why: str
-) -> None:
+def check_beside(values: Fields, read: Names, ignored: Names, tally: Counter[str], *, why: str) -> None:
     """RefusedColumn, with the reason `why`, for a column not in `read` that weights the row or belongs to the prompt;
     counts other unread columns."""
     meanings = (column_names.WEIGHING, column_names.PROMPTING, column_names.ASKING, column_names.VISION_MODELS)
     column_names.check_columns(values, read=read, paths=read, ignored=ignored, why=why, meanings=meanings, tally=tally)
 
 
-def read_plain_prompt(values: column_names.Fields, name: str, given: str | None) -> str | None:
+def read_plain_prompt(values: Fields, name: str, given: str | None) -> str | None:
     """The prompt as one text, which is trained on without a chat template; None if it becomes messages."""
     prompt = column_names.look_up(values, name)
     if name != (given or "prompt") or not isinstance(prompt, str):
@@ -135,9 +127,8 @@ def read_plain_prompt(values: column_names.Fields, name: str, given: str | None)
     return chat_rows.require_text({"prompt": prompt}, "prompt")
 
 
-def read_number(values: column_names.Fields, name: str) -> float | None:
-    value = values.get(name)
-    if value is None:
+def read_number(values: Fields, name: str) -> float | None:
+    if (value := values.get(name)) is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"{name!r} is {quote(value)}, allowed: numbers from 0")
@@ -146,7 +137,7 @@ def read_number(values: column_names.Fields, name: str) -> float | None:
     return float(value)
 
 
-def refuse_unread(values: column_names.Fields, names: Sequence[str], where: str) -> None:
+def refuse_unread(values: Fields, names: Sequence[str], where: str) -> None:
     """Raises ValueError for one of the columns, which are read only where prompts are messages."""
     given = [name for name in names if values.get(name)]
     if given:
@@ -175,7 +166,7 @@ def normalize(message: Any, number: int) -> Any:
     return chat_rows.read_turn(message, number) if isinstance(message, dict) and "from" in message else message
 
 
-def read_messages(value: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
+def read_messages(value: Any, name: str, tally: Counter[str], ignored: Names) -> list[Any]:
     """The messages of a list, or of a single object."""
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages:
@@ -189,7 +180,7 @@ def read_messages(value: Any, name: str, tally: Counter[str], ignored: Collectio
     return [normalize(message, number) for number, message in enumerate(checked, start=1)]
 
 
-def read_whole_chat(side: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
+def read_whole_chat(side: Any, name: str, tally: Counter[str], ignored: Names) -> list[Any]:
     if not isinstance(side, str):
         return read_messages(side, name, tally, ignored)
     pieces = SPEAKERS.split(side)[1:]  # speaker, text, speaker, text, ...
@@ -197,7 +188,7 @@ def read_whole_chat(side: Any, name: str, tally: Counter[str], ignored: Collecti
     return [{"role": ROLES[speaker], "content": text.strip()} for speaker, text in turns]
 
 
-def read_prompt(values: column_names.Fields, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
+def read_prompt(values: Fields, name: str, tally: Counter[str], ignored: Names) -> list[Any]:
     """The prompt's messages; a text is the user's, followed by a non-empty `input` after a blank line."""
     prompt, extra = column_names.look_up(values, name), values.get("input") or ""
     if isinstance(prompt, str):
@@ -207,7 +198,7 @@ def read_prompt(values: column_names.Fields, name: str, tally: Counter[str], ign
     return read_messages(prompt, name, tally, ignored)
 
 
-def read_answer(side: Any, name: str, tally: Counter[str], ignored: Collection[str]) -> list[Any]:
+def read_answer(side: Any, name: str, tally: Counter[str], ignored: Names) -> list[Any]:
     """The answer's messages; a text is the assistant's."""
     if isinstance(side, str):
         return [{"role": ASSISTANT, "content": chat_rows.require_text({name: side}, name)}]
@@ -215,15 +206,13 @@ def read_answer(side: Any, name: str, tally: Counter[str], ignored: Collection[s
 
 
 def build_preference(
-    chosen: list[Any], rejected: list[Any], values: column_names.Fields, numbers: dict[str, float | None]
+    chosen: list[Any], rejected: list[Any], values: Fields, numbers: dict[str, float | None]
 ) -> Preference:
     """The preference between two chats, whose common beginning is not trained."""
     tools = {key: values[key] for key in ("tools", chat_rows.TEMPLATE_ARGS) if key in values}
     chats = [chat_rows.build_chat(messages, tools) for messages in (chosen, rejected)]
     first, second = (chat.messages for chat in chats)
-    num_common = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+    num_common = common_length(first, second)
     if len(first) == len(second) == num_common:
         raise ValueError("the chosen and the rejected answer are equal: there is nothing to prefer")
     if num_common == 0:
@@ -293,9 +282,7 @@ def prepare_feedback(masker: ChatMasker, options: RowOptions) -> Preparation[Fee
     return Preparation(DataTask(FEEDBACK), read, partial(mask_feedback, masker), masker.chats.stop_token_ids)
 
 
-def read_pairs(
-    values: column_names.Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions
-) -> list[Feedback]:
+def read_pairs(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Feedback]:
     """Both answers of a preference."""
     pair = read_preference(values, options, tally)
     if pair.margin is not None:
@@ -304,21 +291,19 @@ def read_pairs(
     return [Feedback(pair.prompt, answer, is_good, pair.weight) for answer, is_good in sides]
 
 
-def read_feedback(
-    values: column_names.Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions
-) -> list[Feedback]:
+def read_feedback(values: Fields, chunk: Chunk, tally: Counter[str], *, options: RowOptions) -> list[Feedback]:
     """The row's feedback. Raises ValueError for a missing prompt, answer or label."""
     ignored, prompt_field, answer_field = options.ignore_columns, options.column("prompt"), options.column("completion")
     values = read_turns(values, (prompt_field, answer_field), ignored, tally)
-    label_name = column_names.find_name(values, options.column("label"), LABELS, option="--columns label=")
+    label_name = find_name(values, options.column("label"), LABELS, option="--columns label=")
     is_good = column_names.look_up(values, label_name)
     if not isinstance(is_good, bool):
         raise ValueError(f"{label_name!r} is {quote(is_good)}, allowed: true, false")
-    prompt_name = column_names.find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
+    prompt_name = find_name(values, prompt_field, PROMPTS, option="--columns prompt=")
     is_whole = prompt_name in column_names.TURNS and answer_field is None and values.get("completion") is None
     name = None
     if not is_whole:
-        name = column_names.find_name(values, answer_field, ("completion",), option="--columns completion=")
+        name = find_name(values, answer_field, ("completion",), option="--columns completion=")
     read = {label_name, prompt_name, name, *BESIDE} - {None, "margin"}
     check_beside(values, read, ignored, tally, why="Feedback does not read such columns")
     weight, answer = read_number(values, "weight"), None if name is None else column_names.look_up(values, name)
@@ -333,9 +318,8 @@ def read_feedback(
         beginning = [*chat_rows.read_system(values), *read_prompt(values, prompt_name, tally, ignored)]
         messages, num_prompt = [*beginning, *read_answer(answer, name, tally, ignored)], len(beginning)
     # Everything after the prompt's messages is trained on.
-    chat = chat_rows.build_chat(
-        messages, {key: values[key] for key in ("tools", chat_rows.TEMPLATE_ARGS) if key in values}
-    )
+    tools = {key: values[key] for key in ("tools", chat_rows.TEMPLATE_ARGS) if key in values}
+    chat = chat_rows.build_chat(messages, tools)
     refuse_images(chat)
     if num_prompt < 1 or chat.messages[num_prompt]["role"] != ASSISTANT:
         raise ValueError("the answer must be an assistant's message after a prompt")

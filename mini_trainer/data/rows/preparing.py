@@ -121,11 +121,8 @@ def prepare_classification(
 ) -> Preparation[labelled.Labelled]:
     """Reads all rows for their labels; returns the preparation of rows."""
     labels = survey_labels(sources, options, num_workers=count_workers(sources, options))
-    labelled_tokenizer = LabelledTokenizer(
-        tokenizer, labels, max_length=options.max_sample_num_tokens, truncates=options.truncate
-    )
-    read = partial(labelled.read_labelled, options=options)
-    return Preparation(labels.task, read, labelled_tokenizer.tokenize)
+    made = LabelledTokenizer(tokenizer, labels, max_length=options.max_sample_num_tokens, truncates=options.truncate)
+    return Preparation(labels.task, partial(labelled.read_labelled, options=options), made.tokenize)
 
 
 def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mini_trainer.data.chat import conversation
-from mini_trainer.data.chat.rendering import check_template_args, prepare_for, template_errors
+from mini_trainer.data.chat.conversation import Message, Tools
+from mini_trainer.data.chat.rendering import catch_error, check_template_args, prepare_for, template_errors
 from mini_trainer.data.chat.tokens import count_ending
 from mini_trainer.data.rows.chat_rows import parse_turns, require_text
 from mini_trainer.data.rows.column_names import Fields
@@ -33,8 +34,6 @@ from mini_trainer.distributed.messages import say
 
 NUM_REASONS_SHOWN = 10
 
-Tools = list[dict[str, Any]] | None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -42,9 +41,9 @@ class Prompt:
 
     place: str = ""  # file and line
     row: Fields  # as read from the file
-    messages: list[conversation.Message] | None = None
+    messages: list[Message] | None = None
     text: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools = None
     template_args: dict[str, Any] | None = None
     references: tuple[str, ...] = ()
 
@@ -140,10 +139,7 @@ def read_question(row: Fields, data_format: str | None) -> Prompt:
 
 def split_chat(chat: conversation.Chat, row: Fields) -> Prompt:
     """Makes a prompt of a chat; a last message of the assistant becomes the reference."""
-    messages = [
-        {key: value for key, value in message.items() if key not in conversation.ONLY_FOR_MASKING}
-        for message in chat.messages
-    ]
+    messages = [{key: one[key] for key in one if key not in conversation.ONLY_FOR_MASKING} for one in chat.messages]
     references = ()
     if messages[-1]["role"] == conversation.ASSISTANT:
         last = messages.pop()
@@ -153,7 +149,7 @@ def split_chat(chat: conversation.Chat, row: Fields) -> Prompt:
     return Prompt(row=row, messages=messages, tools=chat.tools, template_args=chat.template_args, references=references)
 
 
-def join_content(message: conversation.Message) -> str:
+def join_content(message: Message) -> str:
     """A message's text, or its tool calls as text if it has none."""
     content = message.get("content")
     if isinstance(content, list):
@@ -178,29 +174,26 @@ def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
     try:
         check_template_args(tokenizer, prompt.template_args or {})
         check_completeness(prompt, tokenizer)
-        with template_errors():
-            return apply_template(prompt, prompt.messages, prompt.tools, tokenizer), True
+        return apply_template(prompt, prompt.messages, prompt.tools, tokenizer), True
     except ValueError as error:
         raise ValueError(f"{prompt.place}: {error}") from None
 
 
-def apply_template(prompt: Prompt, messages: list[conversation.Message], tools: Tools, tokenizer: Any) -> str:
-    """Renders these messages with the prompt's arguments, up to and including the generation prompt."""
-    return tokenizer.apply_chat_template(
-        prepare_for(tokenizer, messages),
-        tools=tools,
-        add_generation_prompt=True,
-        tokenize=False,
-        **(prompt.template_args or {}),
-    )
+def apply_template(prompt: Prompt, messages: list[Message], tools: Tools, tokenizer: Any) -> str:
+    """Renders messages with the prompt's arguments, and the generation prompt. ValueError if the template fails."""
+    args = prompt.template_args or {}
+    with template_errors():
+        return tokenizer.apply_chat_template(
+            prepare_for(tokenizer, messages), tools=tools, add_generation_prompt=True, tokenize=False, **args
+        )
 
 
 def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
     """ValueError, as in process_data.py, if the template omits the tools or a non-assistant message."""
     outline = conversation.make_outline(prompt.messages)
-    with template_errors():
-        text = apply_template(prompt, outline.messages, prompt.tools, tokenizer)
-    if prompt.tools and not reads_tools(prompt, outline.messages, text, tokenizer):
+    text = apply_template(prompt, outline.messages, prompt.tools, tokenizer)
+    # A template that reads the tools writes something else without them, or fails.
+    if prompt.tools and catch_error(apply_template, prompt, outline.messages, None, tokenizer) == text:
         raise ValueError("the chat template leaves out the tools: remove them, or describe them in the system message")
     written = set(conversation.split_at_placeholders(text)[0])
     for i, leaf in enumerate(outline.leaves):
@@ -209,16 +202,7 @@ def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
             raise ValueError(f"the chat template leaves out the content of message {leaf.message + 1} ({role})")
 
 
-def reads_tools(prompt: Prompt, messages: list[conversation.Message], text: str, tokenizer: Any) -> bool:
-    """Whether the template uses the tools: without them it renders something other than `text`, or fails."""
-    try:
-        with template_errors():
-            return apply_template(prompt, messages, None, tokenizer) != text
-    except ValueError:
-        return True
-
-
-def as_protocol(messages: Sequence[conversation.Message]) -> list[conversation.Message]:
+def as_protocol(messages: Sequence[Message]) -> list[Message]:
     """Converts messages to OpenAI's API: without nulls, and with tool-call arguments as JSON text, which servers parse
     before rendering."""
     return [

@@ -14,7 +14,7 @@ from mini_trainer.data.chat.conversation import ASSISTANT, Document, Remark, Tok
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.rows.column_names import Fields, RefusedColumn
 from mini_trainer.data.rows.files import Chunk, Folder, Sections, Source, check_folder, iterate_rows, read_chunks
-from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, check_paths, detect_format
+from mini_trainer.data.rows.formats import FieldPaths, check_paths, detect_format
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
 from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.report import LOST_NULLS, MISSING_CELL, SHOWN_SAMPLES_SEED, Totals
@@ -78,9 +78,7 @@ class ChunkResult:
     num_bytes: int  # bytes of the file that were read for the chunk
 
 
-def read_formatted_chunks(
-    sources: Sequence[Source], data_format: str | None, paths: FieldPaths = OWN_NAMES
-) -> Iterator[Chunk]:
+def read_formatted_chunks(sources: Sequence[Source], data_format: str | None, paths: FieldPaths) -> Iterator[Chunk]:
     """Yields the chunks of all sources' sections, with the given format or that of the file's first row. ValueError if
     files of a folder differ in it."""
     firsts: dict[Folder, Source] = {}
@@ -181,8 +179,7 @@ def count_kept(totals: Totals, sample: TokenizedSample) -> None:
 
 
 def count_stops(totals: Totals, tokens: TokenizedChat, stop_token_ids: frozenset[int]) -> None:
-    """Counts a kept row, and whether it trains a stop token; in a chat that trains the assistant, only the assistant's
-    turns count."""
+    """Counts a kept row, and whether it trains a stop token: the assistant's, in a chat that trains the assistant."""
     roles = {span.role for span in tokens.spans}
     spans = [span for span in tokens.spans if span.role == ASSISTANT or ASSISTANT not in roles]
     trained = (token for span in spans for token in tokens.input_ids[max(span.start, 1) : span.end])

@@ -30,8 +30,7 @@ CANONICAL_JSON = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators
 
 
 class Identified(Protocol):
-    """An example whose side depends on a part of it: its prompt without the answers, or its content without the
-    label."""
+    """An example whose side depends on a part of it: the prompt without answers, or the content without label."""
 
     @property
     def identity(self) -> Example | str | TextPair | Words | list[Message]: ...

@@ -78,6 +78,5 @@ class BlockCutter:
 
     def make_sample(self, ids: list[int]) -> TokenizedSample:
         self.num_blocks += 1
-        return TokenizedSample(
-            self.name.format(self.num_blocks), TokenizedChat(ids, [TrainedSpan(0, len(ids), "document")])
-        )
+        tokens = TokenizedChat(ids, [TrainedSpan(0, len(ids), "document")])
+        return TokenizedSample(self.name.format(self.num_blocks), tokens)

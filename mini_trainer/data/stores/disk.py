@@ -230,10 +230,8 @@ def sync_dir(directory: Path) -> None:
 
 
 def link_beside(directory: Path, name: str) -> None:
-    """Makes `name`, beside a directory, a relative link to it, or changes where it leads in one step.
-
-    OSError if the file system has no links, or if something else has this name.
-    """
+    """Makes `name`, beside a directory, a relative link to it, or changes where it leads in one step. OSError if the
+    file system has no links, or if something else has this name."""
     link, aside = directory.with_name(name), directory.with_name(f"{ASIDE[0]}{name}")
     if link.is_symlink() and os.readlink(link) == directory.name:
         return

@@ -66,11 +66,8 @@ def read_reference(reference: str, *, directory: Path) -> bytes:
 
 
 def open_image(reference: str, *, directory: Path) -> "Image":
-    """The image, upright (EXIF) and in RGB, as transformers loads it.
-
-    ValueError for an image that cannot be decoded, or not without loss of meaning: animations, unknown ranges, and grey
-    of more than 8 bits.
-    """
+    """The image, upright (EXIF) and in RGB, as transformers loads it. ValueError for an image that cannot be decoded,
+    or not without loss of meaning: animations, unknown ranges, and grey of more than 8 bits."""
     data, name = read_reference(reference, directory=directory), name_reference(reference)
     try:
         return decode_image(data)
@@ -138,8 +135,6 @@ def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
         # The check of its parts is replaced, as the video processor may be missing.
         without_videos = type(own.__name__, (own,), {"check_argument_for_proper_class": lambda *given: type(given[-1])})
         parts = {"image_processor": images, "tokenizer": tokenizer}
-        return without_videos.from_args_and_dict(
-            [parts.get(attribute) for attribute in own.get_attributes()], dict(settings)
-        )
+        return without_videos.from_args_and_dict([parts.get(each) for each in own.get_attributes()], dict(settings))
     except (OSError, ValueError, ImportError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(f"{where} can be loaded: {one_line(error)}") from None

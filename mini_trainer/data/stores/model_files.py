@@ -103,9 +103,7 @@ def find_model(
     model_name_or_path: str, *, revision: str | None, trust_remote_code: bool, flag: str = MODEL_FLAG
 ) -> str:
     """Returns the model's directory, checked (see `check_model_dir`); downloads a hub model except for its weights.
-
-    ValueError for errors that a user can fix.
-    """
+    ValueError for errors that a user can fix."""
     check_model_path(model_name_or_path, flag=flag)
     if Path(model_name_or_path).is_dir():
         if revision is not None:
@@ -150,10 +148,8 @@ def verify_weights(model_dir: str, tell: Tell = log.info) -> None:
 
 
 def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:
-    """Reads configs only, and returns the entries that name code to run, allowed with `trust_remote_code`.
-
-    ValueError for such entries otherwise, for links out of the directory, for an adapter, and for values out of range.
-    """
+    """Reads configs only, and returns the entries that name code to run, allowed with `trust_remote_code`. ValueError
+    for such entries otherwise, for links out of the directory, for an adapter, and for values out of range."""
     check_model_links(path)
     if (path / "adapter_config.json").exists():
         raise ValueError(
@@ -185,14 +181,11 @@ def has_stock_class(config: dict[str, Any], name: str) -> bool:
 
     Models that became part of transformers still have that entry: Phi 3, DeepSeek V3, Falcon.
     """
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     if name == "config.json":
-        names = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+        names = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
         return any(config.get("model_type") in known for known in names)
     tokenizer_class = config.get("tokenizer_class")
     is_known = isinstance(tokenizer_class, str) and tokenizer_class_from_name(tokenizer_class) is not None
@@ -212,27 +205,23 @@ def check_model_links(path: Path) -> None:
 
 
 def find_code(value: Any, file: Path) -> Iterator[str]:
-    """Yields a config's entries that name classes to run (auto_map).
-
-    ValueError for those that cannot be pinned: other repositories' code, kernels from the hub, and named weight files.
-    """
+    """Yields a config's entries that name classes to run (auto_map). ValueError for those that cannot be pinned: other
+    repositories' code, kernels from the hub, and named weight files."""
     if isinstance(value, list):
         for item in value:
             yield from find_code(item, file)
     if not isinstance(value, dict):
         return
     for key, entry in value.items():
-        texts = list(iterate_texts(entry))
+        texts = ", ".join(iterate_texts(entry))
         if key in ("auto_map", "custom_pipelines") and entry:
-            if any("--" in text for text in texts):
-                raise ValueError(f"{file}: {key} names another repository's code ({', '.join(texts)}): copy it here")
-            yield f"{key}: {', '.join(texts)}"
-        elif "_implementation" in key and any("/" in text for text in texts):
-            raise ValueError(f"{file}: {key} names a compiled kernel of the hub ({', '.join(texts)}): remove it")
+            if "--" in texts:
+                raise ValueError(f"{file}: {key} names another repository's code ({texts}): copy it here")
+            yield f"{key}: {texts}"
+        elif "_implementation" in key and "/" in texts:
+            raise ValueError(f"{file}: {key} names a compiled kernel of the hub ({texts}): remove it")
         elif key == "transformers_weights" and entry:
-            raise ValueError(
-                f"{file}: {key} names {', '.join(texts)} as weights: rename these {WEIGHTS}, and remove it"
-            )
+            raise ValueError(f"{file}: {key} names {texts} as weights: rename these {WEIGHTS}, and remove it")
         else:
             yield from find_code(entry, file)
 
@@ -296,11 +285,9 @@ def check_model_path(path: str, *, flag: str) -> None:
     if is_path and not os.path.isdir(path):
         kind = "is a file" if os.path.isfile(path) else "there is no such directory"
         raise ValueError(f"{flag} {path}: {kind}; give a model's directory, or its name on the hub")
-    exports = [] if Path(path, "config.json").exists() else sorted(map(str, Path(path).glob("hf_format/[!.]*")))
-    if exports:
-        raise ValueError(
-            f"{flag} {path}: a run's directory, not a model; give one of its exports: {', '.join(exports)}"
-        )
+    found = [] if Path(path, "config.json").exists() else sorted(map(str, Path(path).glob("hf_format/[!.]*")))
+    if found:
+        raise ValueError(f"{flag} {path}: a run's directory, not a model; give one of its exports: {', '.join(found)}")
 
 
 def download(repo: str, *, revision: str | None, patterns: list[str], flag: str) -> Path:

@@ -1,14 +1,13 @@
 """Tokenizers: loading, templates and special tokens for base models, fingerprints, and the tokens that end
 generation."""
 
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.distributed.messages import one_line
 from mini_trainer.options.reading import read_document, read_text
 
@@ -89,14 +88,12 @@ def fingerprint_tokenizer(tokenizer: Any) -> str:
     """
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     probes = [tokenizer(FINGERPRINT_TEXT, add_special_tokens=each)["input_ids"] for each in (False, True)]
-    return hashlib.sha256(json.dumps([vocabulary, *probes]).encode()).hexdigest()
+    return hash_json([vocabulary, *probes])
 
 
 def fingerprint_chat_template(tokenizer: Any) -> str | None:
     """sha256 of the chat template (of all named ones, if there are several); None without one."""
-    if tokenizer.chat_template is None:
-        return None
-    return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
+    return None if tokenizer.chat_template is None else hash_json(tokenizer.chat_template)
 
 
 def load_stop_token_ids(model_dir: str) -> list[int]:

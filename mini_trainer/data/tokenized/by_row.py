@@ -228,6 +228,5 @@ PERMUTATION = "permutation"  # the rule of an array
 
 
 def name_rule(sizes: Sequence[int]) -> str:
-    """Identifies the rule that draws the orders of sets of these sizes: a run that resumes by another rule would see
-    other samples."""
+    """Identifies the rule that orders sets of these sizes: by another one, a resumed run would see other samples."""
     return f"arithmetic above {ARITHMETIC_ABOVE} samples" if max(sizes) > ARITHMETIC_ABOVE else PERMUTATION

@@ -82,8 +82,7 @@ def download_data_sets(
 
 
 def find_sets(given: Mapping[str, Sequence[str]], *, beside: Sequence[str] = ()) -> Found:
-    """The data sets at the URLs among the options' paths. ValueError for one that does not exist or cannot be
-    copied."""
+    """The data sets at the URLs among the options' paths. ValueError for one that is missing or cannot be copied."""
     return {
         path: find_set(path, flag=flag_name(option), beside=beside)
         for option, paths in given.items()

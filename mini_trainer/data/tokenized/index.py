@@ -12,14 +12,13 @@ without one, and again if a file of the data set has another size or time of cha
 import contextlib
 import hashlib
 import io
-import itertools
 import json
 import mmap
 import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -71,7 +70,7 @@ class Index:
 
     lengths: np.ndarray  # (rows,) int32
     num_loss_tokens: np.ndarray  # (rows,) int32
-    first_rows: np.ndarray  # (batches + 1,) int64: of each record batch, those of several files in their order
+    first_rows: np.ndarray  # (batches + 1,) int64: of each record batch
     num_nulls: dict[str, int]  # by column
     null_within: list[str]  # columns whose lists hold null
     first_sequences: np.ndarray | None = None  # (rows + 1,) int64; None: each row is one sequence
@@ -79,49 +78,51 @@ class Index:
     map: mmap.mmap | None = None  # of the arrays, if they are in a file
 
 
-def open_index(path: Path, files: Sequence[ArrowFile], *, sha256: str | None) -> Index:
-    """The index of the data set at `path`, whose rows are in `files`: its file's, which is made if it does not fit.
+def open_index(path: Path, rows: ArrowFile, *, sha256: str | None) -> Index:
+    """The index of the data set at `path`, whose `rows` may be in a copy: its file's, which is made if it does not fit.
     `sha256`: the data set's, as its sidecar records it."""
-    target, identity = path.with_name(f"{path.name}.index"), [VERSION, sha256, *(file.identity for file in files)]
+    target, identity = path.with_name(f"{path.name}.index"), [VERSION, sha256, rows.identity]
     if (index := read_index(target, identity)) is not None:
         return index
-    if guess_rows(files) < KEPT_FROM:
+    if guess_rows(rows) < KEPT_FROM:
         file = io.BytesIO()
-        write_index(file, files, identity)
+        write_index(file, rows, identity)
         return parse_index(file.getvalue(), identity)
     with locked(path, flags=os.O_RDONLY):
         if (index := read_index(target, identity)) is not None:  # another process has made it meanwhile
             return index
         try:
             with written_aside(target) as (aside,), open_own(aside, "wb") as file:
-                write_index(file, files, identity)
+                write_index(file, rows, identity)
             return read_index(target, identity)
         except OSError:  # nobody may write there: a file of this process, which has no name
             with tempfile.TemporaryFile() as file:
-                write_index(file, files, identity)
+                write_index(file, rows, identity)
                 return parse_index(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), identity)
 
 
 def keep_index(path: Path, *, sha256: str | None) -> None:
     """Makes the index of a large data set that was just written, so that training need not."""
-    if path.suffix == ".arrow" and guess_rows([file := ArrowFile(path)]) >= KEPT_FROM:
-        open_index(path, [file], sha256=sha256)
+    if path.suffix == ".arrow" and guess_rows(rows := ArrowFile(path)) >= KEPT_FROM:
+        open_index(path, rows, sha256=sha256)
 
 
-def guess_rows(files: Sequence[ArrowFile]) -> int:
-    """About the number of rows, without a look at each record batch: only the last of a file is usually smaller."""
-    return sum(file.read(0).num_rows * file.num_batches for file in files if file.num_batches)
+def guess_rows(rows: ArrowFile) -> int:
+    """About the number of rows, without a look at each record batch: only the last is usually smaller."""
+    return rows.read(0).num_rows * rows.num_batches if rows.num_batches else 0
 
 
-def write_index(file: BinaryIO, files: Sequence[ArrowFile], identity: list[Any]) -> None:
+def write_index(file: BinaryIO, rows: ArrowFile, identity: list[Any]) -> None:
     """Writes the index in one pass over the record batches, in constant memory."""
     first_rows, null_within, num_sequences = [0], set(), 0
-    num_nulls, has_sequences = Counter(dict.fromkeys(files[0].schema.names, 0)), has_lists(files, LENGTHS_COLUMN)
+    num_nulls = Counter(dict.fromkeys(rows.schema.names, 0))
+    kind = rows.schema.field(LENGTHS_COLUMN).type if LENGTHS_COLUMN in num_nulls else pa.null()
+    has_sequences = pa.types.is_list(kind) and pa.types.is_integer(kind.value_type)  # another type is refused later
     with contextlib.ExitStack() as stack:
         spools = [stack.enter_context(tempfile.SpooledTemporaryFile(SPOOLED_BYTES)) for _ in range(4)]
         lengths, counts, first_sequences, sequence_lengths = spools
         first_sequences.write(np.zeros(int(has_sequences), np.int64).tobytes())
-        for batch in itertools.chain.from_iterable(map(iterate_batches, files)):
+        for batch in iterate_batches(rows):
             first_rows.append(first_rows[-1] + batch.num_rows)
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 num_nulls[name] += column.null_count
@@ -161,12 +162,6 @@ def iterate_batches(file: ArrowFile) -> Iterator[pa.RecordBatch]:
         yield file.read(i)
         if i % BATCHES_BETWEEN_RELEASES == 0:
             file.map.madvise(mmap.MADV_DONTNEED)
-
-
-def has_lists(files: Sequence[ArrowFile], name: str) -> bool:
-    """Whether all files have the column `name` of lists of integers; another type is refused later."""
-    found = [file.schema.field(name).type if name in file.schema.names else None for file in files]
-    return all(kind is not None and pa.types.is_list(kind) and pa.types.is_integer(kind.value_type) for kind in found)
 
 
 def list_views(chunk: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:

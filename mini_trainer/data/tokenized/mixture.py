@@ -68,9 +68,7 @@ class Mixture:
         sizes = np.array([len(kept) for kept in self.kept_of], dtype=np.float64)
         shares = sizes if not self.weights else np.array(self.weights, dtype=np.float64)
         if self.weights and self.by == "tokens":
-            shares = shares / [
-                by_row.sum_values(source.lengths, source.kept) / len(source.kept) for source in self.sources
-            ]
+            shares = shares / [by_row.sum_values(one.lengths, one.kept) / len(one.kept) for one in self.sources]
         self.shares = shares / shares.sum()  # (sources,) of the samples that are drawn
 
     @property
@@ -86,9 +84,7 @@ class Mixture:
         if not isinstance(self.kept, by_row.RowRange):
             return max(int(self.list_sequences(rows).lengths.max()) for rows in by_row.iterate_chunks(self.kept))
         parts = zip(self.sources, self.numbers.firsts, strict=False)
-        return max(
-            source.sequences.find_longest(self.kept.within(int(first), len(source.lengths))) for source, first in parts
-        )
+        return max(one.sequences.find_longest(self.kept.within(int(first), len(one.lengths))) for one, first in parts)
 
     @property
     def num_tokens(self) -> int:
@@ -111,8 +107,7 @@ class Mixture:
     def fit_to(self, max_tokens_per_gpu: int, *, num_sharing: int = 1, drop_overlong: bool) -> int:
         """`TokenizedData.fit_to` for all sets."""
         num_dropped = sum(
-            source.fit_to(max_tokens_per_gpu, num_sharing=num_sharing, drop_overlong=drop_overlong)
-            for source in self.sources
+            one.fit_to(max_tokens_per_gpu, num_sharing=num_sharing, drop_overlong=drop_overlong) for one in self.sources
         )
         self._find_kept()
         return num_dropped
@@ -164,10 +159,8 @@ class Mixture:
         """ValueError for a set without trained tokens in its kept samples; `option` is shown in the message."""
         for source in self.sources:
             if not any(source.num_loss_tokens[rows].any() for rows in by_row.iterate_chunks(source.kept)):
-                whose = f" {len(source.kept):,} kept" if len(source.kept) < len(source.lengths) else ""
-                raise ValueError(
-                    f"{option} {source.path}: its{whose} samples have no trained tokens, so it has no loss"
-                )
+                kept = f" {len(source.kept):,} kept" if len(source.kept) < len(source.lengths) else ""
+                raise ValueError(f"{option} {source.path}: its{kept} samples have no trained tokens, so it has no loss")
 
     def count_labels(self) -> tuple[np.ndarray, float]:  # (classes,) float64
         """Number of targets of each class, and in total, in an epoch of samples drawn by the sets' shares."""
@@ -299,10 +292,8 @@ class PairedRows:
 
 
 def pair(data: Mixture, seen: Mixture, *, column: str) -> None:
-    """Gives each sample of `data` the row of `seen` as a column; its tokens count in micro-batches.
-
-    ValueError unless both have the same rows, each with as many trained tokens.
-    """
+    """Gives each sample of `data` the row of `seen` as a column; its tokens count in micro-batches. ValueError unless
+    both have the same rows, each with as many trained tokens."""
     for ours, theirs in zip(data.sources, seen.sources, strict=True):
         check_rows(ours, theirs)
         ours.sizes = ours.lengths + theirs.lengths

@@ -86,8 +86,7 @@ class Outputs:
             keep_index(files.data, sha256=read_object(files.sidecar)["file"]["sha256"])
 
     def check(self, inputs: Sequence[Path]) -> None:
-        """Raises ValueError for paths that could not be written later, or would overwrite something: one of the
-        `inputs`."""
+        """ValueError for paths that could not be written later, or would overwrite something: one of the `inputs`."""
         for flag, path in (("--output-file", self.data), ("--preview-html", self.page)):
             if path is not None:
                 check_place(path.parent, named=f"{flag} {path}")

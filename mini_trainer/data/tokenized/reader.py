@@ -10,19 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.json
 
 from mini_trainer.data.columns.base import COLUMNS, LENGTHS_COLUMN, Columns, RowFacts, Sample, check_sample, read_task
 from mini_trainer.data.columns.token_columns import IMAGES_COLUMN
 from mini_trainer.data.stores.contents import Tell, check_recorded, warn_of_edited
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, find_top_row, iterate_chunks
-from mini_trainer.data.tokenized.index import (
-    ArrowFile,
-    Index,
-    iterate_batches,
-    list_views,
-    open_index,
-)
+from mini_trainer.data.tokenized.index import ArrowFile, Index, iterate_batches, list_views, open_index
 from mini_trainer.distributed.ending import log
 from mini_trainer.options.data import DATA_CACHE_DIR
 from mini_trainer.options.places import expand
@@ -66,29 +59,26 @@ class TokenizedData:
                     f"{path}: {size:,} bytes, but {path}.meta.json says {said:,}: it was changed later, or copied only"
                     " in part; copy both again, or tokenize the data again with process_data.py"
                 )
-        self._files, index = open_files(
-            self.path, self.kind, option=option, recorded=find_recorded_file(recorded), cache_dir=cache_dir
-        )
-        self._maps = [file.map for file in self._files] + ([] if index.map is None else [index.map])
+        self._file, index = open_rows(self.path, self.kind, option=option, sidecar=recorded, cache_dir=cache_dir)
+        self._maps = [self._file.map] + ([] if index.map is None else [index.map])
         self.lengths = index.lengths
         self.sizes = self.lengths  # tokens of each row in a micro-batch, with those that a teacher reads beside it
         self.num_loss_tokens = index.num_loss_tokens
         self.kept: Rows = RowRange(0, len(self.lengths))  # the stream draws from these rows
         self.vocab_size: float = math.inf  # the model's, once known; larger token ids are refused
-        num_rows, names = len(self.lengths), {name for file in self._files for name in file.schema.names}
+        num_nulls, num_rows = index.num_nulls, len(self.lengths)
         if num_rows == 0:
             raise ValueError(f"{path}: holds no samples")
-        self.columns = frozenset(
-            name for name in self.kind.sample_columns if name in names and index.num_nulls[name] < num_rows
-        )
-        self._starts, self._first_batches = index.first_rows, np.cumsum([0] + [f.num_batches for f in self._files])
+        # A column that is missing or null in all rows is none of its samples'.
+        self.columns = frozenset(name for name in self.kind.sample_columns if num_nulls.get(name, num_rows) < num_rows)
+        self._starts = index.first_rows
         self._open_batch = functools.lru_cache(maxsize=NUM_OPEN_BATCHES)(self._read_batch)
         has_images, has_sequences = IMAGES_COLUMN in self.kind.optional, LENGTHS_COLUMN in self.kind.schema.names
         self.image_sizes: ImageSizes | None = None
         if has_images:
             from mini_trainer.data.tokenized.image_sizes import read_image_sizes
 
-            self.image_sizes = read_image_sizes([batch for file in self._files for batch in iterate_batches(file)])
+            self.image_sizes = read_image_sizes(list(iterate_batches(self._file)))
         self.sequences = RowSequences(index.first_sequences, index.sequence_lengths) if has_sequences else None
         if self.lengths.min() < 1:
             row = int(np.argmin(self.lengths))
@@ -106,8 +96,7 @@ class TokenizedData:
 
     def _read_batch(self, number: int) -> dict[str, "ColumnChunk"]:
         """The columns of a record batch, by name."""
-        file = int(np.searchsorted(self._first_batches, number, side="right")) - 1
-        batch = self._files[file].read(number - int(self._first_batches[file]))
+        batch = self._file.read(number)
         return {name: ColumnChunk(batch.column(name)) for name in self.columns}
 
     def _mark_kept(self) -> np.ndarray:  # (rows,) bool
@@ -132,8 +121,7 @@ class TokenizedData:
         i, length = row - int(self._starts[batch]), int(self.lengths[row])
         sample = {}
         for name, column in self._open_batch(batch).items():
-            value = column.read(i)
-            if value is None:
+            if (value := column.read(i)) is None:
                 value = self.kind.fill(name, length)
             elif isinstance(value, list):  # URLs, or paths relative to the data set's directory
                 value = tuple(text if ":" in text else str(self.path.parent / text) for text in value)
@@ -253,10 +241,10 @@ class RowSequences:
         return int(self.lengths[self.firsts[rows.start] : self.firsts[rows.stop]].max(initial=0))
 
 
-def open_files(
-    path: Path, kind: Columns, *, option: str, recorded: dict[str, Any], cache_dir: str
-) -> tuple[list[ArrowFile], Index]:
-    """The files of a data set and their index; .parquet and .jsonl are first converted to Arrow, once. Messages begin
+def open_rows(
+    path: Path, kind: Columns, *, option: str, sidecar: dict[str, Any] | None, cache_dir: str
+) -> tuple[ArrowFile, Index]:
+    """The file of a data set and its index; .parquet and .jsonl are first converted to Arrow, once. Messages begin
     with the `option` and the path.
     """
     named, advice = f"{option} {path}", FOR_ROWS.get(option, TOKENIZE)
@@ -267,25 +255,24 @@ def open_files(
             raise ValueError(f"{named}: not a regular file")
         if not path.stat().st_size:
             raise ValueError(f"{named}: holds no samples")
-        paths = [path]
+        copy = path
         if path.suffix != ".arrow":
             from mini_trainer.data.tokenized.converted import convert_to_arrow
 
-            paths = [convert_to_arrow(path, kind, cache_dir=expand(cache_dir))]
-        files = list(map(ArrowFile, paths))
-        schema = pa.concat_tables([pa.Table.from_batches([], schema=file.schema) for file in files]).schema
+            copy = convert_to_arrow(path, kind, cache_dir=expand(cache_dir))
+        file = ArrowFile(copy)
+        schema = file.schema
         check_names(schema, kind, named=named, advice=advice)
-        index = open_index(path, files, sha256=recorded.get("sha256"))
+        index = open_index(path, file, sha256=find_recorded_file(sidecar).get("sha256"))
     except FileNotFoundError:
         raise ValueError(f"{named}: there is no such file") from None
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{named}: cannot be read as a tokenized data set: {error}. {advice}") from None
     for field in (*kind.schema, *COMMON_SCHEMA):
         if field.name in schema.names:
-            check_column(
-                schema.field(field.name).type, field, index, is_optional=field.name in kind.optional, named=named
-            )
-    return files, index
+            found = schema.field(field.name).type
+            check_column(found, field, index, is_optional=field.name in kind.optional, named=named)
+    return file, index
 
 
 def check_names(schema: pa.Schema, kind: Columns, *, named: str, advice: str) -> None:

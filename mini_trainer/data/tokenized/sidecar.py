@@ -142,11 +142,8 @@ def describe_versions() -> dict[str, str]:
     import tokenizers
     import transformers
 
-    return {
-        "python": platform.python_version(),
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
-    }
+    libraries = {one.__name__: one.__version__ for one in (transformers, tokenizers)}
+    return {"python": platform.python_version()} | libraries
 
 
 KEY_LENGTH = 16  # digits of the hash

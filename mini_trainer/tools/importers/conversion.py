@@ -398,8 +398,7 @@ def drop_idle(to: Conversion) -> None:
 
 
 def finish_options(to: Conversion) -> None:
-    """Adds the tokenized data's files, and the options of each run of process_data.py. ValueError if they contradict
-    each other."""
+    """Adds the tokenized files, and the options of each run of process_data.py. ValueError if options contradict."""
     sources = [to.data | source for source in to.sources or [{}]]
     for output, source in zip(to.list_outputs(), sources, strict=True):
         source["output_file"] = output

@@ -6,6 +6,7 @@ from typing import Any
 
 from mini_trainer.options.reading import read_object
 from mini_trainer.tools.importers import conversion
+from mini_trainer.tools.importers.conversion import Conversion, Trainer
 
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system",
                   "history": "history", "tools": "tools"}  # fmt: skip
@@ -16,7 +17,7 @@ FORMATTINGS = ("alpaca", "sharegpt", "openai")
 TEMPLATE = "the model's own chat template is used; where LLaMA-Factory's is another, give a Jinja file as chat_template"
 
 
-def prepare(to: conversion.Conversion) -> None:
+def prepare(to: Conversion) -> None:
     stage, given = to.get("stage"), to.given
     if stage == "dpo":
         given.setdefault("pref_loss", "sigmoid")
@@ -39,7 +40,7 @@ def prepare(to: conversion.Conversion) -> None:
         del given["template"]
 
 
-def read_data(to: conversion.Conversion) -> None:
+def read_data(to: Conversion) -> None:
     """Data sets by name, from the list that lies beside their files."""
     if "dataset" not in to.given:
         return
@@ -53,7 +54,7 @@ def read_data(to: conversion.Conversion) -> None:
     conversion.add_sources(to, "dataset", [read_entry(to, name, listed[name], info) for name in names])
 
 
-def read_entry(to: conversion.Conversion, name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
+def read_entry(to: Conversion, name: str, entry: dict[str, Any], info: Path) -> dict[str, Any]:
     """Options of process_data.py for one data set."""
     columns = {what: column for what, column in entry.get("columns", {}).items() if column is not None}
     kind = entry.get("formatting", "alpaca")
@@ -81,11 +82,8 @@ def read_entry(to: conversion.Conversion, name: str, entry: dict[str, Any], info
         return source | read_preferences(to, name, entry, columns)
     if kind == "alpaca":
         return source | read_alpaca(name, columns)
-    return (
-        source
-        | {"format": data_format}
-        | conversion.name_columns(messages=(columns.get("messages", "conversations"), (own,)))
-    )
+    messages = columns.get("messages", "conversations")
+    return source | {"format": data_format} | conversion.name_columns(messages=(messages, (own,)))
 
 
 def read_alpaca(name: str, columns: dict[str, str]) -> dict[str, Any]:
@@ -95,17 +93,13 @@ def read_alpaca(name: str, columns: dict[str, str]) -> dict[str, Any]:
     if has_query and all(ALPACA_COLUMNS[what] == column for what, column in used.items()):
         return {"format": "alpaca"}
     if used.keys() <= {"prompt", "response"}:
-        named = conversion.name_columns(
-            prompt=(used.get("prompt", "instruction"), ()), completion=(used.get("response", "output"), ())
-        )
-        return {"format": "completion"} | named
+        prompt, answer = used.get("prompt", "instruction"), used.get("response", "output")
+        return {"format": "completion"} | conversion.name_columns(prompt=(prompt, ()), completion=(answer, ()))
     given = ", ".join(f"{what}: {column}" for what, column in used.items() if ALPACA_COLUMNS[what] != column)
     raise ValueError(f"{name}: columns of other names ({given}) can be read for prompt and response alone; rename them")
 
 
-def read_preferences(
-    to: conversion.Conversion, name: str, entry: dict[str, Any], columns: dict[str, str]
-) -> dict[str, Any]:
+def read_preferences(to: Conversion, name: str, entry: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     """Options of process_data.py for one data set of preferences or of feedback."""
     unread = [what for what in ("system", "tools") if columns.get(what, what) != what]
     unread += ["history"] if "history" in columns else []
@@ -123,7 +117,7 @@ def read_preferences(
 
 
 def name_prompt(
-    to: conversion.Conversion, name: str, columns: dict[str, str], *, has_texts: bool
+    to: Conversion, name: str, columns: dict[str, str], *, has_texts: bool
 ) -> dict[str, tuple[str, Sequence[str]]]:
     """For `name_columns`: the column of a prompt's messages or, for feedback, of the whole chat's; with Alpaca's texts,
     that of feedback's answer."""
@@ -144,7 +138,7 @@ def name_prompt(
     return {"completion": (answer, ("completion",))} if to.objective == "kto" else {}
 
 
-LLAMA_FACTORY = conversion.Trainer(
+LLAMA_FACTORY = Trainer(
     batch=("per_device_train_batch_size", 8),
     length=("cutoff_len", 2048),
     epochs=("num_train_epochs", 3),

@@ -49,10 +49,8 @@ def read_data(to: conversion.Conversion) -> None:
     mixture, mixer = to.get("dataset_mixture", "datasets"), to.get("dataset_mixer")
     if isinstance(mixer, dict):  # the older mixture: names with shares, and a list of splits for training and testing
         splits = [split for split in to.get("dataset_splits", default=["train"]) if "train" in str(split)] or ["train"]
-        listed = [
-            {"id": str(name), "weight": share, "split": split} for name, share in mixer.items() for split in splits
-        ]
-        mixture = {"datasets": listed}
+        sets = [{"id": str(name), "weight": share, "split": split} for name, share in mixer.items() for split in splits]
+        mixture = {"datasets": sets}
     if mixture is not None:
         read_mixture(to, mixture)
     elif name := to.get("dataset_name"):

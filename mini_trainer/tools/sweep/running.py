@@ -24,8 +24,7 @@ OWN_RENDEZVOUS = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 
 def list_devices() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
-    named = os.environ.get(VISIBLE)
-    if named is not None:
+    if (named := os.environ.get(VISIBLE)) is not None:
         return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
     import torch  # seconds to import
 

@@ -30,14 +30,7 @@ from mini_trainer.options.reading import read_fields, read_metrics, read_object
 from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, VALIDATION_FILE
 from mini_trainer.run.stages import Record, Stage, describe_code, hash_files, list_changes, write_record
 from mini_trainer.tools.sweep.running import Pool
-from mini_trainer.tools.sweep.settings import (
-    UNEXPORTED,
-    SweepSettings,
-    Values,
-    describe_settings,
-    list_files,
-    show_value,
-)
+from mini_trainer.tools.sweep.settings import UNEXPORTED, SweepSettings, Values, describe_settings, list_files, show
 from mini_trainer.use.plots.curves import make_curves_page
 from mini_trainer.use.plots.run_files import Run
 
@@ -209,7 +202,7 @@ class Sweep:
         self.pool.run(waiting, self.start, self.end)
 
     def start(self, number: int) -> Stage:
-        values = ", ".join(f"{name} {show_value(value)}" for name, value in self.trials[number].values.items())
+        values = ", ".join(f"{name} {show(value)}" for name, value in self.trials[number].values.items())
         say(f"{self.trials[number].name}: {values}")
         return self.make_stage(number)
 
@@ -224,13 +217,6 @@ class Sweep:
 
     def find_folder(self, number: int) -> Path:
         return self.settings.root / self.trials[number].name
-
-    def read_result(self, number: int) -> dict[str, Any] | None:
-        """The best validation of a trial's run; None if none has a number as the metric."""
-        try:
-            return read_best(self.find_folder(number) / "run" / VALIDATION_FILE, self.settings.metric)
-        except ValueError as error:
-            raise ValueError(f"{error}; remove {self.find_folder(number)} to train the trial again") from None
 
     def end(self, number: int, code: int, last_words: str) -> bool:
         """Records the end of a trial's process; False if it has to be started again."""
@@ -265,7 +251,10 @@ class Sweep:
         """Notes the result of a run that has ended, its best validation, and removes its checkpoints: its command makes
         the same ones again."""
         run = self.find_folder(number) / "run"
-        best = self.read_result(number)
+        try:
+            best = read_best(run / VALIDATION_FILE, self.settings.metric)
+        except ValueError as error:
+            raise ValueError(f"{error}; remove {run.parent} to train the trial again") from None
         if best is None:
             return self.note(number, state="failed", facts={"error": NO_RESULT.format(self.settings.metric)})
         identity = read_fields(run / PARAMS_FILE, {"identity": dict}, written_by="train.py")["identity"]
@@ -329,10 +318,8 @@ def find_direction(metric: str) -> bool:
 
 
 def read_best(path: Path, metric: str) -> dict[str, Any] | None:
-    """The last validation that its run called the best; None if no validation was.
-
-    ValueError, naming file and line, for a damaged line, and if there is no validation.
-    """
+    """The last validation that its run called the best; None if no validation was. ValueError, naming file and line,
+    for a damaged line, and if there is no validation."""
     rows = []
     for number, _, row in read_metrics(path):
         if row is None or not isinstance(row.get("is_best"), bool):
@@ -359,7 +346,7 @@ def describe_table(settings: SweepSettings, trials: Sequence[Trial]) -> str:
         result = "" if one.result is None else f"{one.result:.4f}"
         steps = [str(one.facts.get(name, "")) for name in ("step", "steps")]
         run = str(Path(settings.output_dir) / one.name / "run")
-        rows.append([str(one.number), result, *steps, *map(show_value, one.values.values()), one.state, run])
+        rows.append([str(one.number), result, *steps, *map(show, one.values.values()), one.state, run])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
                      for row in rows)  # fmt: skip
@@ -393,7 +380,7 @@ def describe_best(settings: SweepSettings, best: Trial, num_processes: int) -> s
     shown = Path(settings.output_dir)
     words = [*name_launch("train", num_processes), "--config", str(shown / BEST)]
     command = shlex.join([*words, "--output-dir", str(shown / "best")])
-    values = "".join(f"  {name}: {show_value(value)}\n" for name, value in best.values.items())
+    values = "".join(f"  {name}: {show(value)}\n" for name, value in best.values.items())
     return f"best: {best.name}, {best.describe_result(settings.metric)}\n{values}to train it again: {command}"
 
 

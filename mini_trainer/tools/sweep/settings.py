@@ -154,11 +154,8 @@ def read_parameter(name: str, given: Any, options_class: type) -> Parameter:
 
 def read_range(name: str, given: dict[Any, Any], options_class: type) -> Parameter:
     def read(key: str, value: Any) -> Any:
-        return (
-            option_files.parse_value(key, value, Parameter)
-            if key == "log"
-            else option_files.parse_value(name, value, options_class)
-        )
+        known, owner = (key, Parameter) if key == "log" else (name, options_class)
+        return option_files.parse_value(known, value, owner)
 
     found = option_files.convert_known(given, KEYS_OF_RANGE, read)
     missing = [key for key in ("low", "high") if key not in found]
@@ -267,7 +264,7 @@ def describe_trials(numbers: Sequence[int], num_trials: int) -> str:
     return f"trial{'s' if len(numbers) > 1 else ''} {shown}"
 
 
-def show_value(value: Any) -> str:
+def show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -19,9 +19,7 @@ def make_page(path: Path, parts: dict[str, str], *, title: str, library: str = "
     Style and script come after the common ones of all pages. `parts` are HTML, `title` is text. The page's policy
     allows only its scripts, including `library`, by their hashes, and the additions in `policy`.
     """
-    style, script = (
-        read_text(FOLDER / f"page{suffix}") + read_text(path.with_suffix(suffix)) for suffix in (".css", ".js")
-    )
+    style, script = (read_text(FOLDER / f"page{end}") + read_text(path.with_suffix(end)) for end in (".css", ".js"))
     digests = [hashlib.sha256(text.encode()).digest() for text in (library, script) if text]
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     parts = parts | {

@@ -178,8 +178,7 @@ def add_thumbnails(samples: Sequence[dict[str, Any]], totals: Totals, directory:
     """Adds to each sample its images as [name, thumbnail or None]."""
     num_drawn = 0
     for shown, sample in zip(samples, totals.samples, strict=True):
-        pictures = sample.tokens.pictures
-        if pictures is None:
+        if (pictures := sample.tokens.pictures) is None:
             continue
         shown["images"] = []
         for reference in pictures.references:

@@ -285,9 +285,8 @@ class BoardServer(ThreadingHTTPServer):
             parts = {"DATA": escape_json(data)}
             page = make_page(PAGE, parts, title=self.board.folder.name or "/", policy="; connect-src 'self'")
             return Response(page, "text/html")
-        return (
-            UNCHANGED if query.get("version") == [data["version"]] else Response(json.dumps(data), "application/json")
-        )
+        is_known = query.get("version") == [data["version"]]
+        return UNCHANGED if is_known else Response(json.dumps(data), "application/json")
 
     def respond_with_curves(self, path: str, query: dict[str, list[str]]) -> Response:
         ids = list(dict.fromkeys(query.get("run", [])))

@@ -75,8 +75,7 @@ class MetricsReader:
                     self._add(line)
 
     def _add(self, line: bytes) -> None:
-        row = parse_row(line)
-        if row is None:
+        if (row := parse_row(line)) is None:
             self.num_damaged += 1
             return
         steps = self.columns["step"][1]

@@ -90,21 +90,13 @@ def list_charts(runs: list[Run]) -> list[Chart]:
 
 def make_other_charts(readers: list[MetricsReader], *, is_of_validations: bool) -> list[Chart]:
     """Charts of the metrics that no table here names, such as an objective's own."""
-    return [
-        Chart(
-            name,
-            make_title(name, is_of_validations),
-            is_noisy=not is_of_validations,
-            is_of_validations=is_of_validations,
-        )
-        for name in list_parts(readers, OTHERS)[:MOST_OTHERS]
-    ]
-
-
-def make_title(name: str, is_of_validations: bool) -> str:
-    words = [word.upper() if word in ACRONYMS else word for word in name.replace("/", "_").split("_")]
-    title = " ".join(["validation", *words] if is_of_validations else words)
-    return title[:1].upper() + title[1:]
+    charts = []
+    for name in list_parts(readers, OTHERS)[:MOST_OTHERS]:
+        words = [word.upper() if word in ACRONYMS else word for word in name.replace("/", "_").split("_")]
+        title = " ".join(["validation", *words] if is_of_validations else words)
+        title = title[:1].upper() + title[1:]
+        charts.append(Chart(name, title, is_noisy=not is_of_validations, is_of_validations=is_of_validations))
+    return charts
 
 
 def has_numbers(runs: list[Run], chart: Chart) -> bool:
@@ -166,7 +158,15 @@ def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) 
             for chart in charts
             if not chart.is_of_validations and chart.key in run.steps.columns
         },
-        "validations": describe_validations(run, charts),
+        "validations": {
+            "x": place_on_axes(run, run.validations["step"]),
+            "curves": {
+                chart.key: to_numbers(run.validations[chart.key])
+                for chart in charts
+                if chart.is_of_validations and chart.key in run.validations.columns
+            },
+            "best": find_best(run.validations),
+        },
         "resumes": describe_resumes(run),
     }
 
@@ -177,8 +177,7 @@ def choose_starts(num_steps: int, most: int) -> np.ndarray:
 
 
 def thin(values: Column, starts: np.ndarray) -> dict[str, list[float | None]]:
-    """Mean of each group from `starts`, plus minimum and maximum if there are fewer groups than steps; None for missing
-    values."""
+    """Mean of each group from `starts`; minimum and maximum if there are fewer groups than steps. None: missing."""
     if len(starts) == len(values):
         return {"mean": to_numbers(values)}
     is_there = np.isfinite(values)
@@ -209,15 +208,6 @@ def place_on_axes(run: Run, steps: Iterable[float]) -> dict[str, list[float | No
         for axis, values in list_axes(run).items()
     }
     return placed | {"step": to_numbers(steps)}
-
-
-def describe_validations(run: Run, charts: list[Chart]) -> dict[str, Any]:
-    keys = [chart.key for chart in charts if chart.is_of_validations and chart.key in run.validations.columns]
-    return {
-        "x": place_on_axes(run, run.validations["step"]),
-        "curves": {key: to_numbers(run.validations[key]) for key in keys},
-        "best": find_best(run.validations),
-    }
 
 
 def describe_resumes(run: Run) -> dict[str, Any]:
@@ -264,13 +254,10 @@ def describe_page(runs: list[Run], *, is_live: bool, best: int | None = None) ->
         "charts": [vars(chart) for chart in charts],
         "smoothing": next((steps for steps in (100, 50, 30, 20, 10, 5) if steps <= window), SHORTEST_WINDOW),
         "tables": {
-            name: {"head": table.head, "rows": table.rows}
-            for name, table in {
-                "summary": summarise(runs),
-                "differing": differing,
-                "shared": shared,
-                "starts": list_starts(runs),
-            }.items()
+            "summary": vars(summarise(runs)),
+            "differing": vars(differing),
+            "shared": vars(shared),
+            "starts": vars(list_starts(runs)),
         },
         "samples": samples,
         "notes": [*warnings, *list_omissions(runs), *omitted, written],

@@ -132,10 +132,8 @@ class Run:
         self.read(most_bytes)
 
     def read(self, most_bytes: int | None = None) -> None:
-        """Updates all data from the files, metrics by up to `most_bytes`: see `MetricsReader.read`.
-
-        ValueError or OSError if the run is no longer there.
-        """
+        """Updates all data from the files, metrics by up to `most_bytes`: see `MetricsReader.read`. ValueError or
+        OSError if the run is no longer there."""
         check_is_run(self.path)
         self.steps.read(most_bytes)
         self.validations.read(most_bytes)
@@ -198,8 +196,12 @@ def find_state(path: Path, params: columns.MetricsLine) -> State:
     if params.get("finished"):
         return State("finished", "finished")
     try:
-        return describe_exit(read_json(path / EXIT_FILE))
-    except (ValueError, OSError, KeyError, TypeError):
+        end = read_json(path / EXIT_FILE)
+        if end["code"] == ExitCode.DONE:
+            return State("finished", "finished")
+        text = f"{str(end['name']).replace('_', ' ')} ({end['code']})"
+        return State(CALM_ENDS.get(end["code"], "crashed"), text, str(end.get("message") or ""))
+    except (ValueError, OSError, KeyError, TypeError):  # also for one that train.py has not written
         if last_beat is None:
             return State("unknown", "end not recorded")
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_beat))
@@ -243,15 +245,6 @@ def describe_start(start: columns.MetricsLine) -> RunStart:
             **{f"version of {name}": number for name, number in versions.items()},
         },
     )
-
-
-def describe_exit(end: columns.MetricsLine) -> State:
-    """State by the content of exit.json; KeyError or TypeError if it is not as train.py writes it."""
-    code = end["code"]
-    if code == ExitCode.DONE:
-        return State("finished", "finished")
-    text = f"{str(end['name']).replace('_', ' ')} ({code})"
-    return State(CALM_ENDS.get(code, "crashed"), text, str(end.get("message") or ""))
 
 
 def name_runs(paths: list[Path]) -> list[str]:
