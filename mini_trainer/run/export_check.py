@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mini_trainer.distributed.devices import run_eagerly
 from mini_trainer.distributed.world import World
+from mini_trainer.model.check import in_high_precision
 from mini_trainer.model.config import list_stops
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.family import MicroBatch, RowModel
@@ -59,18 +60,18 @@ def record_answers(packed_model: PackedModel, parts: ExportParts, *, world: Worl
     margins: list[list[float]] = [[] for _ in prompts]
     generates = isinstance(packed_model.row_model, TextRowModel)
     packed_model.eval()
-    for step in range(NUM_TOKENS if generates else 1):
-        rows = [np.array([*prompt["ids"], *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
-        packed = Unlabeled(parts.family).pack([{"input_ids": row} for row in rows]).to(world.device)
-        values = packed_model.predict(packed, read_outputs).float()  # (n, V) or (n, C)
-        top = values.log_softmax(-1).topk(NUM_TOP) if generates else values.topk(values.shape[-1])
-        for i, prompt in enumerate(prompts):
-            best, ids = top.values[i].tolist(), top.indices[i].tolist()
-            if step == 0:
-                prompt["values"] = {str(id): round(value, 4) for id, value in zip(ids, best, strict=True)}
-            if generates:
-                answers[i].append(ids[0])
-                margins[i].append(best[0] - best[1])
+    with in_high_precision(packed_model.model):  # as readers compute it
+        for step in range(NUM_TOKENS if generates else 1):
+            rows = [np.array([*prompt["ids"], *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+            packed = Unlabeled(parts.family).pack([{"input_ids": row} for row in rows]).to(world.device)
+            values = packed_model.predict(packed, read_outputs).float()  # (n, V) or (n, C)
+            top = values.log_softmax(-1).topk(NUM_TOP) if generates else values.topk(values.shape[-1])
+            for i, (best, ids) in enumerate(zip(top.values.tolist(), top.indices.tolist(), strict=True)):
+                if step == 0:
+                    prompts[i]["values"] = {str(id): round(value, 4) for id, value in zip(ids, best, strict=True)}
+                if generates:
+                    answers[i].append(ids[0])
+                    margins[i].append(best[0] - best[1])
     reshard(packed_model)
     packed_model.train(was_training)
     is_exact = parts.dtype == packed_model.compute_dtype == torch.float32
