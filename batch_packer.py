@@ -80,9 +80,7 @@ def batch_lengths_to_minibatches(
     batch_lengths: Sequence[int], max_tokens_per_rank: int, num_ranks: int, rank: int
 ) -> list[list[int]]:
     """Returns one rank's column of a greedy table, `[-1]` if the rank idles: `pack_batch`'s baseline.
-
-    Each sample, in the order given, joins the rank with the fewest tokens; if it does not fit, it opens a new step.
-    """
+    Each sample, in the order given, joins the rank with the fewest tokens; if it does not fit, it opens a new step."""
     steps: list[list[list[int]]] = []
     tokens: list[int] = []  # per rank in the last step
     for i, length in enumerate(_check_lengths(batch_lengths, max_tokens_per_rank, num_ranks).tolist()):

@@ -23,8 +23,9 @@ from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, broadcast_from_rank0
 from mini_trainer.model.method import MetaModel, Method
-from mini_trainer.model.methods import osft_directions, osft_subspaces
-from mini_trainer.model.weights import Reader, WeightGroup, copy_to_cpu, gather_one, gather_parameters
+from mini_trainer.model.methods import osft_directions
+from mini_trainer.model.methods import osft_subspaces as subspaces
+from mini_trainer.model.weights import Readers, WeightGroup, copy_to_cpu, gather_one, gather_parameters
 from mini_trainer.objectives.objective import Objective, PackedModel
 from mini_trainer.options import DataOptions, OSFTOptions
 from mini_trainer.options.reading import hash_file
@@ -47,11 +48,11 @@ class OSFTLinear(nn.Module):
         """`dtype`: that of W0 in the model's files, so that it is exact."""
         super().__init__()
         self.is_conv1d = isinstance(module, Conv1D)
-        self.on_input = osft_subspaces.is_on_input(module, basis)  # A = W, else A = W^T
-        self.num_rows, self.num_columns = osft_subspaces.oriented_shape(module, basis)  # L, s
+        self.on_input = subspaces.is_on_input(module, basis)  # A = W, else A = W^T
+        self.num_rows, self.num_columns = subspaces.oriented_shape(module, basis)  # L, s
         self.num_kept, num_free = num_kept, self.num_columns - num_kept
-        self.is_core = not osft_subspaces.BASES[basis] and self.num_rows == self.num_columns and num_free <= num_kept
-        self.projects = not osft_subspaces.BASES[basis] and num_kept > 0 and not self.is_core
+        self.is_core = not subspaces.BASES[basis] and self.num_rows == self.num_columns and num_free <= num_kept
+        self.projects = not subspaces.BASES[basis] and num_kept > 0 and not self.is_core
         device = module.weight.device
         self.bias = module.bias
         self.base = nn.Parameter(torch.empty(self.num_rows, self.num_columns, dtype=dtype, device=device), False)
@@ -82,9 +83,7 @@ class OSFTLinear(nn.Module):
     def weight(self) -> Tensor:
         """W0 + dW in the replaced layer's layout, with gradients, for models that read it beside calling the layer."""
         rows = self.coefficients if self.U_low is None else self.U_low @ self.coefficients
-        return osft_subspaces.orient(
-            self.base + rows @ self.V_low.t(), on_input=self.on_input, is_conv1d=self.is_conv1d
-        )
+        return subspaces.orient(self.base + rows @ self.V_low.t(), on_input=self.on_input, is_conv1d=self.is_conv1d)
 
     @torch.no_grad()
     def local_update(self) -> Tensor:  # (this rank's rows of L, s)
@@ -100,14 +99,14 @@ class OSFTLinear(nn.Module):
         return self.num_rows * self.num_kept if self.projects or self.is_core else 0
 
     @torch.no_grad()
-    def gather_bases(self, *, world: World) -> osft_subspaces.Bases | None:
+    def gather_bases(self, *, world: World) -> subspaces.Bases | None:
         """The free and the kept directions, unsharded, on rank 0's CPU; None on other ranks. All ranks call this."""
         left = self.U_low if self.is_core else self.U_high
         V_low, left = self.V_low.full_tensor(), None if left is None else left.full_tensor()
         if world.rank != 0:
             return None
-        left = osft_subspaces.complement(left) if self.is_core else left
-        return osft_subspaces.Bases(V_low.cpu(), None if left is None else left.cpu().contiguous())
+        left = subspaces.complement(left) if self.is_core else left
+        return subspaces.Bases(V_low.cpu(), None if left is None else left.cpu().contiguous())
 
     @property
     def weight_shape(self) -> tuple[int, int]:
@@ -123,14 +122,14 @@ class OSFTLinear(nn.Module):
         whole = DTensor.from_local(
             rows, base.device_mesh, base.placements, run_check=False, shape=base.shape, stride=base.stride()
         ).full_tensor()
-        return osft_subspaces.orient(whole, on_input=self.on_input, is_conv1d=self.is_conv1d)
+        return subspaces.orient(whole, on_input=self.on_input, is_conv1d=self.is_conv1d)
 
 
 @torch.no_grad()
 def fill_layer(
     layer: OSFTLinear,
     name: str,
-    readers: dict[str, Reader],
+    readers: Readers,
     subspace: dict[str, Tensor],
     *,
     num_earlier: int = 0,
@@ -144,7 +143,7 @@ def fill_layer(
     weight = None
     if world.rank == 0:
         weight = readers.pop(f"{name}.weight")()
-        weight = osft_subspaces.orient(weight, on_input=layer.on_input, is_conv1d=layer.is_conv1d)
+        weight = subspaces.orient(weight, on_input=layer.on_input, is_conv1d=layer.is_conv1d)
     num_columns, num_new, device = layer.num_columns, layer.num_kept - num_earlier, world.device
     shape = (num_columns, num_columns - num_earlier)
     basis = broadcast_from_rank0(subspace.get("basis"), shape, dtype=torch.float32, device=device)
@@ -167,7 +166,7 @@ def fill_layer(
         if layer.projects:
             layer.U_high = U_high
         else:
-            U_low = osft_subspaces.complement(U_high.full_tensor())
+            U_low = subspaces.complement(U_high.full_tensor())
             U_low = broadcast_from_rank0(U_low, U_low.shape, dtype=torch.float32, device=device)
             layer.U_low = nn.Parameter(U_low, requires_grad=False)
 
@@ -218,9 +217,7 @@ BUCKET_NUMEL = 2**24  # maximum number of elements in one all-reduce of a projec
 
 class OSFT(Method):
     """Trains only the free directions of each targeted layer's weight (see `model.method.Method`).
-
-    Invariant: `layers` are the model's OSFT layers after `prepare` or `lay_out`.
-    """
+    Invariant: `layers` are the model's OSFT layers after `prepare` or `lay_out`."""
 
     title = "OSFT"
     tags = ("osft",)
@@ -234,7 +231,7 @@ class OSFT(Method):
         self.calibration_data: TokenizedData | None = None
         self.data_options: DataOptions | None = None
         self.statistics = osft_directions.Statistics()
-        self.bases: dict[str, osft_subspaces.Bases] = {}  # on rank 0: gathered for an export
+        self.bases: dict[str, subspaces.Bases] = {}  # on rank 0: gathered for an export
         self.has_said_leak = False  # what the rounding of exports does to it
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
@@ -246,8 +243,8 @@ class OSFT(Method):
 
     def list_data_hashes(self) -> list[str]:
         bases = self.options.osft_bases
-        earlier = [] if bases in (None, osft_subspaces.NEW) else [osft_subspaces.hash_bases(Path(bases))]
-        if not osft_subspaces.BASES[self.options.osft_basis]:
+        earlier = [] if bases in (None, subspaces.NEW) else [subspaces.hash_bases(Path(bases))]
+        if not subspaces.BASES[self.options.osft_basis]:
             return earlier
         path = self.options.osft_statistics
         known = osft_directions.read_data_hashes(Path(path)) if path is not None and Path(path).exists() else []
@@ -257,9 +254,9 @@ class OSFT(Method):
     def verify_files(self) -> None:
         if self.calibration_data is not None:
             verify_data(self.calibration_data)
-        if self.options.osft_bases not in (None, osft_subspaces.NEW):
+        if self.options.osft_bases not in (None, subspaces.NEW):
             bases = Path(self.options.osft_bases)
-            with osft_subspaces.open_bases(bases):  # refused here if it is none
+            with subspaces.open_bases(bases):  # refused here if it is none
                 verify_file(bases)
 
     def list_read_files(self) -> dict[str, Path]:
@@ -267,7 +264,7 @@ class OSFT(Method):
         return {} if data is None else {"--osft-calibration-data": data.path}
 
     def study(self, build_plain: Callable[[], PackedModel], *, objective: Objective, world: World) -> None:
-        if osft_subspaces.BASES[self.options.osft_basis]:
+        if subspaces.BASES[self.options.osft_basis]:
             self.statistics = osft_directions.prepare_statistics(
                 self.options.osft_statistics and Path(self.options.osft_statistics),
                 self.calibration_data,
@@ -281,9 +278,7 @@ class OSFT(Method):
     def choose_layers(self, meta: MetaModel) -> None:
         self.directions = osft_directions.Directions(meta, self.options)
 
-    def prepare(
-        self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
-    ) -> None:
+    def prepare(self, meta: MetaModel, readers: Readers, *, world: World, progress: Callable[[str], None]) -> None:
         warn_of_experts(meta.model, trains=self.options.osft_train_others)
         num_kept = self.directions.compute(self.statistics, readers, world=world, progress=progress)
         # Gigabytes, which nothing needs any more.
@@ -303,19 +298,18 @@ class OSFT(Method):
         self.layers = []
         for name, kept in num_kept.items():
             module = model.get_submodule(name)
-            if kept == osft_subspaces.oriented_shape(module, basis)[1]:
+            if kept == subspaces.oriented_shape(module, basis)[1]:
                 module.weight.requires_grad_(False)  # FSDP does not support empty parameters
                 continue
             layer = OSFTLinear(module, num_kept=kept, basis=basis, dtype=self.directions.types[name])
             model.set_submodule(name, layer)
             self.layers.append(layer)
 
-    def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
+    def fill(self, module: nn.Module, name: str, readers: Readers, *, world: World) -> None:
         if isinstance(module, OSFTLinear) and module.base.is_meta:
             subspace = self.directions.read(name) if world.rank == 0 else {}
-            fill_layer(
-                module, name, readers, subspace, num_earlier=self.directions.num_earlier.get(name, 0), world=world
-            )
+            num_earlier = self.directions.num_earlier.get(name, 0)
+            fill_layer(module, name, readers, subspace, num_earlier=num_earlier, world=world)
 
     def give_memory(self, module: nn.Module, *, world: World) -> None:
         if isinstance(module, OSFTLinear) and module.projects:
@@ -373,20 +367,18 @@ class OSFT(Method):
             self.bases = self.gather_bases(packed_model.model, world)
         return gather_merged(packed_model.model, dtype, world=world)
 
-    def gather_bases(self, model: PreTrainedModel, world: World) -> dict[str, osft_subspaces.Bases]:
-        """On rank 0, the directions that the trained model keeps of each target; empty on other ranks. All ranks call
-        this."""
+    def gather_bases(self, model: PreTrainedModel, world: World) -> dict[str, subspaces.Bases]:
+        """The directions that the model keeps of each target, on rank 0; empty on others. All ranks call this."""
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, OSFTLinear)}
-        bases = {
-            name: osft_subspaces.Bases(torch.empty(columns, 0)) for name, columns in self.directions.num_columns.items()
-        }
+        num_columns = self.directions.num_columns
+        bases = {name: subspaces.Bases(torch.empty(number, 0)) for name, number in num_columns.items()}
         for name, layer in layers.items():
             bases[name] = layer.gather_bases(world=world)
         return bases if world.rank == 0 else {}
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.bases:
-            osft_subspaces.write_bases(self.bases, directory / osft_subspaces.BASES_FILE, basis=self.options.osft_basis)
+            subspaces.write_bases(self.bases, directory / subspaces.BASES_FILE, basis=self.options.osft_basis)
         self.bases = {}
 
 
@@ -425,9 +417,7 @@ def project_gradients(layers: list[OSFTLinear]) -> None:
 @torch.no_grad()
 def project_updates(layers: list[OSFTLinear]) -> None:
     """Removes from every B its component in the span of U_high, which an optimizer step can introduce.
-
-    Projects all of B, not only its last change, so that rounding errors never accumulate. All ranks call this.
-    """
+    Projects all of B, not only its last change, so that rounding errors never accumulate. All ranks call this."""
     layers = [layer for layer in layers if layer.projects]
     project(layers, [layer.coefficients.to_local() for layer in layers])
 

@@ -114,9 +114,7 @@ def count_drawn(data: Mixture, num_samples: int) -> np.ndarray:  # (sources,)
 
 class StreamTokens:
     """Cumulated tokens of the stream at any position: at most the epoch that it lies in is walked, once.
-
-    Holds the tokens of every `BLOCK` samples for two epochs of each data set: 16 / `BLOCK` bytes a sample.
-    """
+    Holds the tokens of every `BLOCK` samples for two epochs of each data set: 16 / `BLOCK` bytes a sample."""
 
     def __init__(self, data: Mixture, *, seed: int):
         self.data = data
@@ -129,10 +127,8 @@ class StreamTokens:
 
     def count(self, num_samples: int) -> int:
         """Number of tokens of the first `num_samples` of the stream."""
-        return sum(
-            count(drawn)
-            for count, drawn in zip(self._counts, count_drawn(self.data, num_samples).tolist(), strict=True)
-        )
+        numbers = count_drawn(self.data, num_samples).tolist()
+        return sum(count(drawn) for count, drawn in zip(self._counts, numbers, strict=True))
 
     def find(self, num_tokens: int, *, start: int = 0) -> int:
         """The first position of the stream at which `num_tokens`, at least one, have been read; sought from `start`."""
@@ -280,9 +276,7 @@ def iterate_batches(
     world: World | RowPlace,
 ) -> Iterator[Batch]:
     """Yields the global batches from `start` to `num_steps` (None: endlessly), each with this rank's micro-batches.
-
-    `batching`: the rule for the data and options, if it is known; a new one reads all lengths.
-    """
+    `batching`: the rule for the data and options, if it is known; a new one reads all lengths."""
     batching = batching or choose_batching(data, options)
     num_drawn, num_sharing = start.num_samples, count_sharing(world.row_group)
     cap, own = options.max_tokens_per_gpu * num_sharing, world.rank // num_sharing
@@ -312,9 +306,7 @@ def read_micro_batch(
     by_sample: bool = False,
 ) -> MicroBatch:
     """The packed rows, with their sources if there are several data sets; an idle micro-batch without rows.
-
-    `by_sample`: every row is a separate source.
-    """
+    `by_sample`: every row is a separate source."""
     sources, num_sources = None, len(data.sources)
     if len(rows) and by_sample:
         sources, num_sources = np.arange(len(rows)), len(rows)

@@ -40,21 +40,19 @@ LAYERS = [
     {"api"},
     # Scripts: nothing imports them.
     {
-        "train",
-        "process_data",
-        "generate",
-        "evaluate_model",
-        "data_process",
-        "__main__",
-        "api_train",
-        "callbacks",
-        "osft_utils",
-        "training_types",
+        *("train", "process_data", "generate", "evaluate_model", "data_process", "__main__"),
+        *("api_train", "callbacks", "osft_utils", "training_types"),
     },
 ]
 EVERYWHERE = {"mini_trainer", "root_files"}  # import nothing of the rooms
 PACKAGE = "mini_trainer."
-PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "mlflow": "mlflow-skinny"}  # by their modules
+PACKAGES = {
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+    "mlflow": "mlflow-skinny",
+    "llama_cpp": "llama-cpp-python",
+}  # by their modules
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 MOST_ROOMS, MOST_LINES, MOST_PARAMETERS = 10, 500, 8
 

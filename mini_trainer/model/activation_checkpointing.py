@@ -55,9 +55,7 @@ def inside_tiles() -> Iterator[None]:
 
 def apply_activation_checkpointing(blocks: nn.ModuleList, kept: frozenset[str] = frozenset()) -> None:
     """Keeps each block's input and the outputs of operations in `kept` for backward, and recomputes the rest.
-
-    Wraps `forward`, not the module, so that parameters keep their names and FSDP's hooks stay outside.
-    """
+    Wraps `forward`, not the module, so that parameters keep their names and FSDP's hooks stay outside."""
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         is_kept = operation.name() in kept and not is_inside_tiles

@@ -123,9 +123,7 @@ LINEAR = (nn.Linear, Conv1D)
 
 def find_tiled(model: PreTrainedModel, blocks: nn.ModuleList) -> tuple[str, ...]:
     """Names of the blocks' modules that process each token separately. ValueError if no MLP is among them.
-
-    Call this before a method inserts its layers, which may disguise a module.
-    """
+    Call this before a method inserts its layers, which may disguise a module."""
     modules = [module for block in blocks for module in list_tiled(block)]
     if all(map(is_norm, modules)):
         raise ValueError(

@@ -186,9 +186,7 @@ def choose_backend(
     requested: str, *, model: nn.Module, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> str:
     """Returns the backend `requested`, or for "auto" the first in `BACKENDS` that supports this model and device.
-
-    ValueError, with the reason for each candidate, if none can be used.
-    """
+    ValueError, with the reason for each candidate, if none can be used."""
     needed = find_features(model, config)
     automatic = [name for name, backend in BACKENDS.items() if backend.is_automatic]
     candidates = automatic if requested == "auto" else [requested]
@@ -239,9 +237,7 @@ def find_obstacle(
 
 def mark_chunked(model: nn.Module, config: PreTrainedConfig) -> None:
     """Marks the layers whose attention is limited to chunks of a sequence (Llama 4).
-
-    This is done in advance because torch.compile would recompile for every layer if attention looked at `layer_idx`.
-    """
+    This is done in advance because torch.compile would recompile for every layer if attention looked at `layer_idx`."""
     layer_types = getattr(config, "layer_types", None) or ()
     for module in model.modules() if "chunked_attention" in layer_types else ():
         index = getattr(module, "layer_idx", None)

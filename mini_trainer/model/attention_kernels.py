@@ -67,9 +67,7 @@ def list_parameters(function: Callable[..., Tensor]) -> frozenset[str]:
 
 def activate_kernels(backend: str) -> None:
     """Makes torch's varlen compute with the kernels of FlashAttention 3 for varlen_fa3, otherwise with torch's own.
-
-    cuDNN's attention, which torch prefers on Hopper, is off: it makes a plan for each length of a sequence.
-    """
+    cuDNN's attention, which torch prefers on Hopper, is off: it makes a plan for each length of a sequence."""
     from torch.nn.attention import (
         activate_flash_attention_impl,
         current_flash_attention_impl,

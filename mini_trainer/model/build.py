@@ -19,7 +19,7 @@ from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import MetaModel, Method
 from mini_trainer.model.precision import find_kept, set_types
 from mini_trainer.model.sharding import apply_sharding
-from mini_trainer.model.weights import Reader, read_weights
+from mini_trainer.model.weights import Readers, read_weights
 from mini_trainer.objectives.families.family import Family, find_pad_position
 from mini_trainer.objectives.families.text_tower import find_blocks, find_decoder, set_attention, text_config
 from mini_trainer.objectives.objective import KernelSwitch, Objective, PackedModel
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from mini_trainer.distributed.compilation import Compiled
 
 # Model types whose own attention code needs a padded batch, and the functions that make one.
-PADDED: Doors[Callable[[PreTrainedModel], None]] = Doors(
-    {"deberta-v2": "mini_trainer.model.attention_kernels:pad_attention"}
-)
+PADDED = Doors({"deberta-v2": "mini_trainer.model.attention_kernels:pad_attention"})
 
 
 def build_model(
@@ -58,7 +56,7 @@ def build_model(
     if meta.left_out.parts:
         log.info(meta.left_out.describe(num_bytes=weights_dtype.itemsize))
     method.choose_layers(meta)
-    readers: dict[str, Reader] = {}  # stays empty on the other ranks
+    readers: Readers = {}  # stays empty on the other ranks
     call_on_rank0(world, lambda: readers.update(read_weights(source, objective.family)))
     method.prepare(meta, readers, world=world, progress=progress)
     if meta.tiled:

@@ -47,9 +47,7 @@ class Span:
 
     def cut(self, name: str, value: Any) -> Any:
         """Slices an argument, or each item of a tuple or dict, to this sequence; returns other values unchanged.
-
-        Masks and biases are the same for every sequence: those of the row's first tokens.
-        """
+        Masks and biases are the same for every sequence: those of the row's first tokens."""
         if isinstance(value, OfEach):
             return value[self.index]
         if isinstance(value, dict):
@@ -129,9 +127,7 @@ def find_masked(block: nn.Module) -> list[nn.Module]:
 
 def split_layers(blocks: nn.ModuleList, held: list[HeldRow], *, has_own_attention: bool) -> None:
     """Makes every mixer run once per sequence, and also all attention if it is the model's own.
-
-    `held`: each block's holder of its micro-batch.
-    """
+    `held`: each block's holder of its micro-batch."""
     for block, row in zip(blocks, held, strict=True):
         layers = find_mixers(block)
         if has_own_attention:

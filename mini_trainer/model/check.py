@@ -260,9 +260,7 @@ def is_float8(module: nn.Module) -> bool:
 @contextmanager
 def in_high_precision(model: nn.Module) -> Iterator[bool]:
     """Layers in fp8 compute in their inputs' type. Yields whether there are any.
-
-    Over many layers fp8 turns the last bit's differences of two attention kernels into 20 % of a hidden state.
-    """
+    Over many layers fp8 turns the last bit's differences of two attention kernels into 20 % of a hidden state."""
     layers = [module for module in model.modules() if is_float8(module)]
     for layer in layers:
         layer.forward = nn.Linear.forward.__get__(layer)

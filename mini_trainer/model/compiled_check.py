@@ -86,9 +86,7 @@ class BlockCheck:
 
     def make_comparison(self, block: nn.Module, name: str, compiled: Compiled) -> Callable:
         """A forward method that compares both forms and returns the uncompiled one's outputs, without gradients.
-
-        It is called inside the block, where FSDP has gathered its parameters.
-        """
+        It is called inside the block, where FSDP has gathered its parameters."""
 
         def compare(*args: Any, **kwargs: Any) -> Any:
             self.progress(f"compiling {name}")

@@ -51,9 +51,7 @@ def fingerprint_tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def fingerprint_data(data: "TokenizedData", *, source: Any = None, kept: Rows | None = None) -> str:
     """SHA-256 of a tokenized data set: its file (`fingerprint_file`), the lengths of its samples, those that are kept.
-
-    `source` is the sidecar's record of the file that it was made from; `kept` takes the place of the data's own.
-    """
+    `source` is the sidecar's record of the file that it was made from; `kept` takes the place of the data's own."""
     kept = data.kept if kept is None else kept
     return hash_json([source, hash_rows(data.lengths), hash_rows(kept), fingerprint_file(data.path)])
 

@@ -16,6 +16,7 @@ from mini_trainer.objectives.objective import Objective
 
 if TYPE_CHECKING:
     from mini_trainer.data.tokenized.image_sizes import SampleImages
+    from mini_trainer.model.tower_flops import TowerFlops
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # values of config.layer_types
 
@@ -45,9 +46,7 @@ class FlopCount:
 
     def of_rows(self, rows: np.ndarray, data: Mixture, objective: Objective) -> float:
         """FLOPs of a global batch of these rows of the data.
-
-        Sequences that are read ahead count forward, with as many targets as those that train.
-        """
+        Sequences that are read ahead count forward, with as many targets as those that train."""
         sequences, num_targets = data.list_sequences(rows), int(data.num_loss_tokens[rows].sum())
         trains = sequences.places < (objective.num_trained_sequences or math.inf)
         flops = self.of_batch(sequences.lengths[trains], num_targets, data.images and data.images.of(rows))
@@ -109,9 +108,7 @@ def count_state_products(module: nn.Module) -> float:
 
 def count_flops(model: PreTrainedModel) -> FlopCount:
     """`FlopCount` of a model; a mixture of experts counts its active experts.
-
-    A classifier's head counts for every token (it is small), and its attention as if it were causal.
-    """
+    A classifier's head counts for every token (it is small), and its attention as if it were causal."""
     whole, config, head = model.config, text_config(model.config), model.get_output_embeddings()
     outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding) or m is head}
     num_experts = find_number(config, "num_local_experts", "num_experts", "moe_num_experts") or 1
@@ -162,44 +159,12 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
     )
 
 
-@dataclass(frozen=True)
-class TowerFlops:
-    """FLOPs of vision tower and projector, forward and backward; forward only for frozen parts before a trained one."""
-
-    per_patch: float  # the vision tower's matrices, and attention within windows
-    per_pair: float  # a pair of patches in one image or tile: full attention
-    per_token: float  # the projector's matrices, per token for the language model
-
-
-def count_tower(model: nn.Module, config: PreTrainedConfig) -> TowerFlops | None:
-    """`TowerFlops` of a vision-language model, None for others; matrices are counted as in `count_flops`.
-
-    A projector's matrices count once per output token, which is right for most (LLaVA's, Qwen-VL's). Those of Llama 4's
-    adapter, which merges 4 patches, count for each of them: 4 % too much for a released model's tower.
-    """
+def count_tower(model: PreTrainedModel, config: PreTrainedConfig) -> "TowerFlops | None":
+    """`TowerFlops` of a vision-language model; None for others."""
     vision = getattr(config, "vision_config", None)
     parts = list_parts(model) if vision is not None and is_multimodal(config) else {"vision": []}
     if not parts["vision"]:
         return None
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    passes, flops = 2, {}  # FLOPs per frozen weight: 2 forward, 2 more for backward once an earlier part trains
-    for part in ("vision", "projector"):
-        params = [
-            param for param in map(model.get_parameter, parts[part]) if param.ndim > 1 and id(param) not in tables
-        ]
-        trains = any(param.requires_grad for param in params)
-        passes = 4 if trains else passes
-        flops[part] = float(sum(param.numel() * (6 if param.requires_grad else passes) for param in params))
-        if part == "vision":
-            per_product = 12 if trains else 4  # FLOPs per pair of patches and dimension
-    depth = find_number(vision, "depth", "num_hidden_layers", "num_layers")
-    width = find_number(vision, "embed_dim", "hidden_size") if not hasattr(vision, "intermediate_size") else 0
-    width = width or find_number(vision, "hidden_size", "embed_dim")
-    whole = getattr(vision, "fullatt_block_indexes", None)
-    num_whole = depth if whole is None else len(whole)
-    in_window = 0 if whole is None else (vision.window_size // vision.patch_size) ** 2
-    return TowerFlops(
-        per_patch=flops["vision"] + per_product * width * (depth - num_whole) * in_window,
-        per_pair=per_product * width * num_whole,
-        per_token=flops["projector"],
-    )
+    from mini_trainer.model.tower_flops import count_parts
+
+    return count_parts(model, vision, parts)

@@ -35,8 +35,7 @@ class KeptWeights(PlacedWeights):
     follow a change of the masters, their gradients summed over ranks once per step, each by one collective."""
 
     def __init__(self, model: nn.Module, kept: Collection[nn.Parameter], mesh: DeviceMesh, *, device: torch.device):
-        """`mesh`: its last dimension shards, an earlier one replicates. Masters are on `device`, also where FSDP2 holds
-        others in CPU memory."""
+        """`mesh`: the last dimension shards, earlier ones replicate. `device`: of masters, even if FSDP2 offloads."""
         self.mesh, self.device = mesh, device
         self.num_shards, self.shard = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self.spans: dict[nn.Parameter, Span] = {}  # by weight

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from mini_trainer.distributed.world import World
 from mini_trainer.model.config import ModelSource
-from mini_trainer.model.weights import Reader, WeightGroup, gather_parameters
+from mini_trainer.model.weights import Readers, WeightGroup, gather_parameters
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import LeftOut
 from mini_trainer.objectives.objective import KernelSwitch, Objective, PackedModel
@@ -68,9 +68,7 @@ class Method:
 
     def open_files(self, tokenizer: PreTrainedTokenizerBase, data_options: DataOptions) -> None:
         """Reads the files that its options name; ValueError if they do not fit the model. Default: none.
-
-        In `data_options`, a token cap of "auto" has been resolved to a number.
-        """
+        In `data_options`, a token cap of "auto" has been resolved to a number."""
 
     def read_generation_config(self) -> GenerationConfig | None:
         """The generation config that its files have in place of the model's; ValueError if it cannot be used."""
@@ -93,19 +91,14 @@ class Method:
     def choose_layers(self, meta: MetaModel) -> None:
         """Chooses the layers to replace, before weights are read; ValueError if the options match none."""
 
-    def prepare(
-        self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
-    ) -> None:
-        """Inserts its layers into the meta model, and sets the trainable parameters and their dtypes.
-
-        `readers` is empty except on rank 0; `progress` is called during a long start. Default: all parameters are
-        trainable.
-        """
+    def prepare(self, meta: MetaModel, readers: Readers, *, world: World, progress: Callable[[str], None]) -> None:
+        """Inserts its layers into the meta model, and sets the trainable parameters and their dtypes. `readers` is
+        empty except on rank 0; `progress` is called during a long start. Default: all parameters are trainable."""
 
     def lay_out(self, meta: MetaModel) -> None:
         """Does what `prepare` does, from shapes alone."""
 
-    def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
+    def fill(self, module: nn.Module, name: str, readers: Readers, *, world: World) -> None:
         """Fills one of its own layers, removing the readers it used from `readers`; ignores other modules."""
 
     def give_memory(self, module: nn.Module, *, world: World) -> None:
@@ -139,9 +132,7 @@ class Method:
 
     def gather_weights(self, packed_model: PackedModel, dtype: torch.dtype, *, world: World) -> list[WeightGroup]:
         """The export's weights, to be gathered group by group in this order. Default: all parameters.
-
-        Empty if `write_extras` writes the whole export, and on other ranks if only rank 0 takes part.
-        """
+        Empty if `write_extras` writes the whole export, and on other ranks if only rank 0 takes part."""
         return gather_parameters(packed_model.model, dtype, world=world)
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -149,9 +140,7 @@ class Method:
 
     def load_export(self, directory: Path, source: ModelSource, family: Family) -> PreTrainedModel:
         """Loads an export in float32 on the CPU, as a user would. On rank 0.
-
-        ValueError if weights are missing; other errors come from the library that loads it.
-        """
+        ValueError if weights are missing; other errors come from the library that loads it."""
         trust = source.trust_remote_code
         model, report = family.load_model(str(directory), dtype=torch.float32, trust_remote_code=trust)
         missing = sorted(map(str, [*report.get("missing_keys", ()), *report.get("mismatched_keys", ())]))

@@ -15,9 +15,7 @@ from transformers import __version__ as transformers_version
 
 def choose_types(model: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The type of each parameter in a model of `dtype`, by its name in transformers' model, as its loader sets it.
-
-    ValueError with a version of transformers whose loader does not say.
-    """
+    ValueError with a version of transformers whose loader does not say."""
     try:
         kept = tuple(name for name, own in model._get_dtype_plan(dtype).items() if own == torch.float32)
         is_kept = find_pattern(kept) if kept else lambda name: None

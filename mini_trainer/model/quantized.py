@@ -7,13 +7,13 @@ transformers rejects matrices whose last block is incomplete, as some of DeepSee
 tensors of the files, checks names and shapes, and reads nothing large.
 """
 
-import functools
 import importlib.util
 import json
 import math
 import re
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def open_mxfp4(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype)
             )
         num_experts, num_outputs, num_groups, _ = blocks.shape
         shape = (num_experts, num_groups * 2 * MXFP4_BYTES, num_outputs)
-        parts[name] = Stored(functools.partial(read_mxfp4, blocks, scales, shape, dtype), shape, "")
+        parts[name] = Stored(partial(read_mxfp4, blocks, scales, shape, dtype), shape, "")
     return parts
 
 
@@ -92,7 +92,7 @@ def open_fp8(parts: dict[str, Stored], settings: Settings, dtype: torch.dtype) -
             raise ValueError(
                 f"{key} {list(shape)} has scales {list(scale.shape)}; blocks of {size} need {[*shape[:-2], *grid]}"
             )
-        parts[key] = Stored(functools.partial(read_fp8, parts[key], scale, block, dtype), shape, "")
+        parts[key] = Stored(partial(read_fp8, parts[key], scale, block, dtype), shape, "")
     return parts
 
 
@@ -149,7 +149,7 @@ def open_4bit(parts: dict[str, Stored], name: str, own: dict[str, Stored], dtype
             f"{name} {list(shape)} has {num_bytes} bytes and {math.prod(own['absmax'].shape)} scales; 4 bits and"
             f" blocks of {blocksize} need {-(-math.prod(shape) // 2)} and {num_scales}"
         )
-    parts[name] = Stored(functools.partial(read_4bit, packed, own, dtype), shape, "")
+    parts[name] = Stored(partial(read_4bit, packed, own, dtype), shape, "")
 
 
 def read_4bit(packed: Stored, own: dict[str, Stored], dtype: torch.dtype) -> Tensor:
@@ -195,9 +195,7 @@ def open_compressed(parts: dict[str, Stored], settings: Settings, dtype: torch.d
                 raise ValueError(f"{layer} is quantized ({kind}), but {layer}.{part} is missing")
         shape = find_compressed_shape(own, packed)
         check_scales(layer, scheme.weights, shape, own["weight_scale"].shape)
-        parts[f"{layer}.weight"] = Stored(
-            functools.partial(read_compressed, own, scheme, kind, shape, dtype), shape, ""
-        )
+        parts[f"{layer}.weight"] = Stored(partial(read_compressed, own, scheme, kind, shape, dtype), shape, "")
     return parts
 
 
@@ -329,8 +327,6 @@ def check_modules(settings: Settings, model: nn.Module) -> None:
 
 def open_dequantized(stored: dict[str, Stored], settings: Settings, dtype: torch.dtype) -> dict[str, Stored]:
     """Replaces the tensors that represent quantized weights with whole weights of `dtype`; keeps all others.
-
-    Reads nothing large. ValueError if a part is missing or has the wrong shape.
-    """
+    Reads nothing large. ValueError if a part is missing or has the wrong shape."""
     parts = {key: tensor for key, tensor in stored.items() if not OF_ACTIVATIONS.search(key)}
     return KINDS[name_kind(settings)](parts, settings, dtype)

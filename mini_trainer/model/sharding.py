@@ -24,7 +24,7 @@ from mini_trainer.distributed.messages import show_progress
 from mini_trainer.distributed.world import World, broadcast_from_rank0
 from mini_trainer.model.method import Method
 from mini_trainer.model.stored_tensors import reading_ahead
-from mini_trainer.model.weights import Reader
+from mini_trainer.model.weights import Readers
 from mini_trainer.model.whole_weights import PlacedWeights, WholeWeights
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import ShardingOptions
@@ -60,9 +60,7 @@ def stays_whole(
     memory: int | None,
 ) -> bool:
     """Whether one rank has room for all weights in the compute type beside the masters, and so needs no FSDP.
-
-    `kept`: names of parameters that compute in their own type. `memory`: bytes that the rank may use; None: enough.
-    """
+    `kept`: names of parameters that compute in their own type. `memory`: bytes that the rank may use; None: enough."""
     if world_size > 1 or sharding.cpu_offload or sharding.micro_batch_grad_sync != "every":
         return False
     if "always" in (sharding.reshard_after_forward, sharding.reshard_after_backward):
@@ -83,9 +81,7 @@ def list_resharding(sharding: ShardingOptions) -> dict[str, str]:
 
 def choose_resharding(sharding: ShardingOptions, *, has_room: bool) -> dict[str, str]:
     """Values for those of the two options of resharding that are auto: never if all weights stay gathered.
-
-    `has_room`: for them, as measured, or since a single rank keeps them (`stays_whole`).
-    """
+    `has_room`: for them, as measured, or since a single rank keeps them (`stays_whole`)."""
     # Not kept, "auto" stays FSDP2's default, which frees all layers but the last.
     found = {
         "reshard_after_forward": "never" if has_room else "auto",
@@ -112,7 +108,7 @@ def apply_sharding(
     sharding: ShardingOptions,
     *,
     method: Method,
-    readers: dict[str, Reader],
+    readers: Readers,
     world: World,
 ) -> None:
     """Fills the meta model from rank 0's `readers` and shards it: each block, an untied embedding, and the rest.
@@ -250,13 +246,9 @@ def choose_dim(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
     return placement
 
 
-def fill_module(
-    module: nn.Module, name: str, readers: dict[str, Reader], *, tied: Container[str], device: torch.device
-) -> None:
+def fill_module(module: nn.Module, name: str, readers: Readers, *, tied: Container[str], device: torch.device) -> None:
     """Fills `module`'s own meta parameters and buffers with rank 0's values, on `device`.
-
-    Those named in `tied` are left to `tie_weights`.
-    """
+    Those named in `tied` are left to `tie_weights`."""
     tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     for key, meta in tensors.items():
         if not meta.is_meta or f"{name}.{key}" in tied:

@@ -38,6 +38,7 @@ QUANTIZED_TYPES = (*FP8, "U8", "I8")  # dtypes that only quantized weights are s
 
 Settings = dict[str, Any]  # `quantization_config` of a config.json
 Reader = Callable[[], Tensor]  # returns a tensor as stored, on the CPU; may be mapped from the file
+Readers = dict[str, Reader]  # by the names of parameters and buffers
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,7 @@ NUM_AHEAD = 2  # tensors that are read while another is in use; fused experts ha
 @contextmanager
 def reading_ahead(readers: dict[str, Reader], module_names: Iterable[str]) -> Iterator[None]:
     """Makes all `readers` return tensors that are read ahead, in the order of `module_names`, inside this block.
-
-    One thread reads them, so that readers need not be safe for several; they can be taken in any order.
-    """
+    One thread reads them, so that readers need not be safe for several; they can be taken in any order."""
     by_module: dict[str, list[str]] = {}
     for name in readers:
         by_module.setdefault(name.rpartition(".")[0], []).append(name)

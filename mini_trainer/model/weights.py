@@ -6,10 +6,10 @@ separately and fused in the model): its own loader runs once on placeholders wit
 """
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from mini_trainer.model.precision import choose_types
 from mini_trainer.model.stored_tensors import (
     QUANTIZED_TYPES,
     Reader,
+    Readers,
     Stored,
     StoredFiles,
     check_finite,
@@ -48,7 +49,7 @@ NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
 NOT_PLANNABLE = (ImportError, AttributeError, TypeError, KeyError, RuntimeError)
 
 
-def read_weights(source: ModelSource, family: Family) -> dict[str, Reader]:
+def read_weights(source: ModelSource, family: Family) -> Readers:
     """Returns a function by name that reads each parameter and buffer; for tied parameters, only the source's.
 
     Embeddings (and rows of the head) of new tokens, and those that the config has beyond the files', are the mean of
@@ -91,7 +92,7 @@ def read_weights(source: ModelSource, family: Family) -> dict[str, Reader]:
             for name, _ in tensors(remove_duplicate=False)}  # fmt: skip
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     readers = {
-        name: functools.partial(read_finite, read, name, model_dir) if name in params else read
+        name: partial(read_finite, read, name, model_dir) if name in params else read
         for name, read in readers.items()
         if name in kept
     }
@@ -105,16 +106,14 @@ def read_finite(read: Reader, name: str, model_dir: str) -> Tensor:
     return check_finite(read(), name, where=f"--model-name-or-path {model_dir}")
 
 
-def initialize_missing(
-    model: PreTrainedModel, readers: dict[str, Reader], report: dict[str, Any], family: Family
-) -> None:
+def initialize_missing(model: PreTrainedModel, readers: Readers, report: dict[str, Any], family: Family) -> None:
     """Adds readers for parameters that the family initializes, such as a classifier's head; updates the report."""
     others = {key[0] for key in report["mismatched_keys"]}  # of a different shape: a head for other labels
     absent = {*report["missing_keys"], *others}
     made = family.make_missing(model, sorted(absent))
     if not made:
         return
-    readers |= {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in made.items()}
+    readers |= {name: partial(torch.Tensor.detach, tensor) for name, tensor in made.items()}
     report["missing_keys"] = [key for key in report["missing_keys"] if key not in made]
     report["mismatched_keys"] = [key for key in report["mismatched_keys"] if key[0] not in made]
     discarded = ", ".join(sorted(others & made.keys()))
@@ -122,11 +121,9 @@ def initialize_missing(
     log.info(f"newly initialized, since the model's files do not have them: {', '.join(sorted(made))}{replaced}")
 
 
-def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
+def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, Readers, dict[str, Any]]:
     """Returns the model without data, a reader for each of its tensors, and transformers' loading report.
-
-    Buffers that the model computes and no file holds, such as rotary frequencies, are computed here, in fp32.
-    """
+    Buffers that the model computes and no file holds, such as rotary frequencies, are computed here, in fp32."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -172,7 +169,7 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     def convert(name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         converter = copy.deepcopy(by_pattern[sources[name][0][1]])
         for key, pattern in sources[name]:
-            converter.add_tensor(name, key, pattern, functools.partial(read, key))
+            converter.add_tensor(name, key, pattern, partial(read, key))
         values = converter.convert(name, model=model, config=config, loading_info=info)
         return {target: value[0] if isinstance(value, list) else value for target, value in values.items()}
 
@@ -186,14 +183,12 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
         with files.kept_open():
             return convert(name, read)[target]
 
-    readers: dict[str, Reader] = {name: functools.partial(model.get_buffer, name) for name in computed}
+    readers: Readers = {name: partial(model.get_buffer, name) for name in computed}
     for name, keys in sources.items():
         if keys[0][1] is None:
             readers[name] = stored[keys[0][0]].read
         else:
-            readers |= {
-                target: functools.partial(read_converted, name, target) for target in convert(name, stand_ins.get)
-            }
+            readers |= {target: partial(read_converted, name, target) for target in convert(name, stand_ins.get)}
     report = info.to_dict() | {"unused": {key: tensor for key, tensor in stored.items() if key not in named}}
     unknown = wanted.keys() - readers.keys() - set(report["missing_keys"]) - model.all_tied_weights_keys.keys()
     if unknown:
@@ -215,9 +210,7 @@ def open_stored(
 
 def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tuple[str, str | None]]:
     """Maps each stored tensor that the model uses to the parameter's name and its conversion's pattern, if any.
-
-    Applies transformers' own rules.
-    """
+    Applies transformers' own rules."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -308,9 +301,7 @@ def fit_vocabulary(tensor: Stored, old: int, new: int) -> Stored:
     """Extends an unused embedding or head to as many rows as the used ones have."""
     if new <= old or len(tensor.shape) != 2 or tensor.shape[0] != old:
         return tensor
-    return Stored(
-        functools.partial(grow_rows, tensor.read, new, keeps_type=True), (new, *tensor.shape[1:]), tensor.dtype
-    )
+    return Stored(partial(grow_rows, tensor.read, new, keeps_type=True), (new, *tensor.shape[1:]), tensor.dtype)
 
 
 def describe_unused(unused: dict[str, Stored], *, are_kept: bool) -> str:
@@ -325,11 +316,9 @@ def describe_unused(unused: dict[str, Stored], *, are_kept: bool) -> str:
     )
 
 
-def read_whole(source: ModelSource, family: Family) -> tuple[PreTrainedModel, dict[str, Reader], dict[str, Any]]:
+def read_whole(source: ModelSource, family: Family) -> tuple[PreTrainedModel, Readers, dict[str, Any]]:
     """Does what `plan_reading` does for any model that transformers can load, with the whole model in memory.
-
-    Loads in fp32, since transformers would round computed values, such as an embedding's scale, to a narrower dtype.
-    """
+    Loads in fp32, since transformers would round computed values, such as an embedding's scale, to a narrower dtype."""
     try:
         model, report = family.load_model(
             source.directory, dtype=torch.float32, trust_remote_code=source.trust_remote_code
@@ -337,12 +326,10 @@ def read_whole(source: ModelSource, family: Family) -> tuple[PreTrainedModel, di
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model-name-or-path {source.directory}: cannot load the weights: {error}") from None
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    return model, {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in tensors.items()}, report
+    return model, {name: partial(torch.Tensor.detach, tensor) for name, tensor in tensors.items()}, report
 
 
-def initialize_tokens(
-    model: PreTrainedModel, readers: dict[str, Reader], vocab_size: int, new_tokens: Sequence[int]
-) -> None:
+def initialize_tokens(model: PreTrainedModel, readers: Readers, vocab_size: int, new_tokens: Sequence[int]) -> None:
     """Sets embeddings, and rows and biases of the head, of new tokens and up to `vocab_size`, to the mean of others."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     old = text_config(model.config).vocab_size
@@ -354,14 +341,12 @@ def initialize_tokens(
     for prefix in [prefix for prefix, module in model.named_modules() if module in modules]:
         for name in (f"{prefix}.weight", f"{prefix}.bias"):
             if name in readers:
-                readers[name] = functools.partial(grow_rows, readers[name], vocab_size, new_tokens=new_tokens)
+                readers[name] = partial(grow_rows, readers[name], vocab_size, new_tokens=new_tokens)
 
 
 def grow_rows(read: Reader, num_rows: int, *, new_tokens: Sequence[int] = (), keeps_type: bool = False) -> Tensor:
     """Extends the rows from `read` to `num_rows`; those, and those of `new_tokens`, are the mean of the rows before.
-
-    In fp32 unless `keeps_type`.
-    """
+    In fp32 unless `keeps_type`."""
     rows = read()
     grown = torch.empty(max(num_rows, len(rows)), *rows.shape[1:])
     grown[: len(rows)] = rows
@@ -392,7 +377,7 @@ def gather_parameters(
     params = [(name, param.detach(), types[name]) for name, param in model.named_parameters()]
     buffers = [(name, buffer, buffer.dtype) for name, buffer in model.named_buffers() if name in saved]
     return [
-        gather_one(name, tensor.shape, kept_dtype, functools.partial(gather_tensor, tensor, kept_dtype, world=world))
+        gather_one(name, tensor.shape, kept_dtype, partial(gather_tensor, tensor, kept_dtype, world=world))
         for name, tensor, kept_dtype in params + buffers
         if name not in leave_out
     ]
@@ -427,9 +412,7 @@ def unshard(tensor: Tensor, dtype: torch.dtype, *, world: World) -> Tensor:
 
 def copy_to_cpu(tensor: Tensor) -> Tensor:
     """The tensor in CPU memory: pinned unless it is very large, since GPUs copy there several times as fast.
-
-    Waits for the copy. A separate stream would gain nothing: an export writes its files more slowly than this.
-    """
+    Waits for the copy. A separate stream would gain nothing: an export writes its files more slowly than this."""
     if not tensor.is_cuda or tensor.nbytes > PINNED_BYTES:
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)

@@ -95,11 +95,9 @@ class WholeWeights(PlacedWeights):
     are copies, made again by each `gather`; their gradients are added to the masters' as autograd makes them.
     """
 
-    def __init__(
-        self, model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh, *, kept: Collection[nn.Parameter]
-    ):
+    def __init__(self, model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, *, kept: Collection[nn.Parameter]):
         """`kept`: parameters that compute in their own type."""
-        self.compute_dtype, self.mesh, self.kept = compute_dtype, mesh, kept
+        self.compute_dtype, self.mesh, self.kept = dtype, mesh, kept
         super().__init__(model, set(model.parameters()))
         shared = [(master, weight) for master, weight in self.pairs.values() if is_shared(master, weight)]
         self.shared = [(master, weight) for master, weight in shared if master.requires_grad]

@@ -291,7 +291,7 @@ class Classification(Objective):
 
     @classmethod
     def make(
-        cls, settings: ObjectiveSettings, family: ClassifierFamily, task: DataTask, count_labels: CountLabels | None
+        cls, settings: ObjectiveSettings, family: ClassifierFamily, task: DataTask, count: CountLabels | None
     ) -> "Classification":
         o = settings.classification
         if o.label_smoothing and task.label_type != "single":
@@ -299,7 +299,7 @@ class Classification(Objective):
                 f"--label-smoothing {o.label_smoothing} has no effect on this data: its targets are not one class of"
                 f" several each ({task.label_type}): leave it out"
             )
-        weights = choose_class_weights(o.class_weights, task, count_labels)
+        weights = choose_class_weights(o.class_weights, task, count)
         loss = ClassLoss(task.label_type, weights, o.label_smoothing)
         return cls(family=replace(family, labels=make_labels(task)), task=task, loss=loss)
 

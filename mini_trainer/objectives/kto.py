@@ -7,7 +7,7 @@ of the *global* batch, at least 0; it has no gradient. S samples in a micro-batc
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -73,10 +73,7 @@ class KTOLoss(preferences.AnswerLoss):
         num_ranks = 1 if row_group is None else row_group.size
         by_kind = torch.stack([weights, weights * self.beta * ratios.detach(), weights * logps.detach()])  # (3, S)
         kinds = torch.stack([good, 1 - good])  # (2, S)
-        reports = {
-            "feedback_sums": (kinds @ by_kind.T) / num_ranks,
-            "feedback_point": weights.sum() * point / num_ranks,
-        }
+        reports = {"feedback_sums": kinds @ by_kind.T / num_ranks, "feedback_point": weights.sum() * point / num_ranks}
         if targets.num_sources > 1:
             sums = torch.stack([losses.detach(), weights], dim=1) / num_ranks
             by_source = preferences.sum_by_source(sums, targets.numbers, targets.num_sources)
@@ -123,9 +120,7 @@ class Feedback(CausalLM):
     num_trained_sequences = 1
 
     @classmethod
-    def make(
-        cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
-    ) -> "Feedback":
+    def make(cls, settings: ObjectiveSettings, family: Family, task: DataTask, count: CountLabels | None) -> Self:
         o = settings.preference
         beta = BETA if o.preference_beta is None else o.preference_beta
         return cls(family, beta=beta, weight_ratio=o.kto_weight_ratio)

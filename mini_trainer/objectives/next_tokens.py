@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -210,9 +210,7 @@ def make_total(weight: Tensor, hidden: Tensor) -> Tensor:
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
     """total += left @ right, or total = left @ right if `is_first`.
-
-    Factors in bf16 give a product that is not rounded to bf16 before it is added.
-    """
+    Factors in bf16 give a product that is not rounded to bf16 before it is added."""
     beta = 0 if is_first else 1
     if left.dtype != total.dtype and left.is_cuda:
         torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)
@@ -320,9 +318,7 @@ class CausalLM(Objective):
         return TextFamily(settings.router_aux_loss, settings.router_loss_over)
 
     @classmethod
-    def make(
-        cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
-    ) -> "CausalLM":
+    def make(cls, settings: ObjectiveSettings, family: Family, task: DataTask, count: CountLabels | None) -> Self:
         o = settings.classification
         return cls(family, label_smoothing=o.label_smoothing, weighting=o.loss_weighting)
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from mini_trainer.objectives.families.family import (
     Row,
     RowModel,
     Targets,
-    take_part,
 )
 from mini_trainer.options import ClassificationOptions, PreferenceOptions, TeacherOptions, VisionOptions
 from mini_trainer.options.doors import open_door
@@ -95,8 +94,7 @@ class Loss(ABC):
 
     @abstractmethod
     def sum(self, predicted: Any, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
-        """Compares what was `predicted` with the micro-batch's targets. `shared`: the sum of `look_ahead` over the
-        global batch and all ranks."""
+        """Compares predictions with targets. `shared`: the sum of `look_ahead` over the global batch and all ranks."""
 
     @abstractmethod
     def score(self, row_model: RowModel, micro_batch: MicroBatch) -> Scores:
@@ -173,9 +171,7 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def make(
-        cls, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
-    ) -> "Objective":
+    def make(cls, settings: ObjectiveSettings, family: Family, task: DataTask, count: CountLabels | None) -> Self:
         """The objective on data for `task`; ValueError for settings that cannot be used on it."""
 
     @classmethod
@@ -208,9 +204,7 @@ class Objective(ABC):
     @abstractmethod
     def summarize(self, sums: Tensor, predictions: np.ndarray | None) -> dict[str, Any]:
         """A validation's report, from sums (scores,) and predictions (N, ...) of all ranks: `loss` among them.
-
-        Of `predictions`, each row as of `Scores` without its first two numbers.
-        """
+        Of `predictions`, each row as of `Scores` without its first two numbers."""
 
     def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
         """Metrics of a training step beside its loss, from `LossSums.reports`, summed over the global batch."""
@@ -246,6 +240,8 @@ class Objective(ABC):
             of_targets = sample_of[sequences.numpy()]  # never an idle sample, which has no targets
             targets = replace(targets, sources=torch.from_numpy(sources[of_targets])).with_sample_sources(sources)
         if row_group is not None:
+            from mini_trainer.objectives.families.row_parts import take_part
+
             row, part = take_part(row, row_group)
             targets = targets.take_part(part)
         return MicroBatch(row, targets, extras=extras)
@@ -284,10 +280,12 @@ class Unlabeled:
         num_sources: int = 1,
         row_group: RowGroup | None = None,
     ) -> MicroBatch:
-        """A micro-batch of the samples. `sources` and `num_sources` mean nothing: there are no targets to count by
-        them."""
+        """A micro-batch of the samples. `sources` and `num_sources` mean nothing: no targets are counted by them."""
         row, extras = self.family.pack(samples)
-        row = row if row_group is None else take_part(row, row_group)[0]
+        if row_group is not None:
+            from mini_trainer.objectives.families.row_parts import take_part
+
+            row, _ = take_part(row, row_group)
         return MicroBatch(row, Targets(torch.zeros(0, dtype=torch.int64)), extras=extras)
 
     def make_idle_sample(self) -> Sample:
@@ -321,12 +319,9 @@ def make_family(name: str, settings: ObjectiveSettings) -> Family:
 
 
 def make_objective(
-    name: str, settings: ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None = None
+    name: str, settings: ObjectiveSettings, family: Family, task: DataTask, count: CountLabels | None = None
 ) -> Objective:
-    """The objective on data for `task`; ValueError if the data is for another one.
-
-    `count_labels`: of classifiers.
-    """
+    """The objective on data for `task`; ValueError if the data is for another one. `count`: of classifiers."""
     if task.objective == VISION and name != VISION:
         raise ValueError(
             f"--objective {name}: learns from texts alone, but the data has images (process_data.py --images): give"
@@ -339,7 +334,7 @@ def make_objective(
             f"--objective {name}: the data was tokenized for {task.objective}: give {' or '.join(fitting)}, or tokenize"
             " the data again"
         )
-    return find_class(name).make(settings, family, task, count_labels)
+    return find_class(name).make(settings, family, task, count)
 
 
 LOSS, ROW_MODEL = "loss", "row_model"  # who needs sums over the global batch
@@ -378,8 +373,7 @@ class PackedModel(nn.Module):
         kept: Collection[str] = (),
         is_fused: bool = False,
     ):
-        """`backend`: of model.attention. `kept`: names of parameters that compute in fp32. `is_fused`: the loss's
-        arithmetic is compiled."""
+        """`backend`: of model.attention. `kept`: parameters that compute in fp32. `is_fused`: the loss is compiled."""
         super().__init__()
         self.model, self.backend, self.compute_dtype, self.kept = model, backend, compute_dtype, kept
         self.row_model, self.loss = objective.family.open_row_model(model), objective.make_loss(is_fused=is_fused)
@@ -401,9 +395,7 @@ class PackedModel(nn.Module):
         sums = self.loss.sum(predicted, micro_batch, shared=shared.get(LOSS))
         return LossSums(sums.loss, {**extra, **sums.extra}, {**reports, **sums.reports})
 
-    def _read(
-        self, micro_batch: MicroBatch, shared: Tensor | None
-    ) -> tuple[Any, Mapping[str, Tensor], Mapping[str, Tensor]]:
+    def _read(self, micro_batch: MicroBatch, shared: Tensor | None) -> tuple[Any, Mapping, Mapping]:
         """Predictions, and the sums of `encode`; the hidden states of the whole row are not kept beyond this."""
         hidden, extra, reports = self.row_model.encode(micro_batch, shared=shared)
         return self.loss.predict(self.row_model, hidden, micro_batch), extra, reports
@@ -435,8 +427,7 @@ class PackedModel(nn.Module):
         return hidden.clone() if row_group is None else row_group.gather(hidden, dim=1)
 
     def reference(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The model's own answer for the row's one sequence: hidden states (1, L, H), and the summed loss, with all
-        that counts in it."""
+        """The model's own answer for the row's one sequence: hidden states (1, L, H), and the whole summed loss."""
         with self.kernels.turned_off():
             own = self.row_model.run_own(micro_batch)
         row, targets = micro_batch.row, micro_batch.targets

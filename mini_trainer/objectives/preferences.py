@@ -7,14 +7,22 @@ T tokens in a packed row, N trained tokens among them, S answers or samples, P p
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, sigmoid
 
-from mini_trainer.data.columns import base
+from mini_trainer.data.columns.base import (
+    IGNORED,
+    LENGTHS_COLUMN,
+    PREFERENCE,
+    CountLabels,
+    DataTask,
+    Sample,
+    list_sequences,
+)
 from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
 from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.distributed.world import RowGroup, sum_parts
@@ -39,22 +47,22 @@ class SampleNumbers:
         return replace(self, sources=torch.from_numpy(np.pad(sources, (0, len(self.margins) - len(sources)))))
 
 
-def gather_sample_numbers(samples: Sequence[base.Sample]) -> SampleNumbers:
+def gather_sample_numbers(samples: Sequence[Sample]) -> SampleNumbers:
     return SampleNumbers(
         gather_numbers(samples, MARGIN_COLUMN, ZERO)[:, 0], gather_numbers(samples, PAIR_WEIGHT_COLUMN, ONE)[:, 0]
     )
 
 
-def gather_reference(samples: Sequence[base.Sample]) -> Tensor | None:  # (S, 2) fp32
+def gather_reference(samples: Sequence[Sample]) -> Tensor | None:  # (S, 2) fp32
     return gather_numbers(samples, REFERENCE_COLUMN, ZERO) if REFERENCE_COLUMN in samples[0] else None
 
 
-def gather_numbers(samples: Sequence[base.Sample], name: str, default: np.ndarray) -> Tensor:  # (S, ...) fp32
+def gather_numbers(samples: Sequence[Sample], name: str, default: np.ndarray) -> Tensor:  # (S, ...) fp32
     """An optional column of a fixed number of values for each sample."""
     return torch.from_numpy(np.array([sample.get(name, default) for sample in samples], np.float32))
 
 
-def weigh_samples(samples: Iterable[base.Sample]) -> float:
+def weigh_samples(samples: Iterable[Sample]) -> float:
     """The divisor of the sum over samples."""
     return sum(float(sample.get(PAIR_WEIGHT_COLUMN, ONE)[0]) for sample in samples)
 
@@ -219,8 +227,7 @@ class Strength:
 
 
 def dpo(pairs: Pairs, strength: Strength) -> Tensor:
-    """DPO (arXiv 2305.18290, eq. 7); with smoothing conservative DPO (Mitchell 2023); with margins ODPO (arXiv
-    2402.10571)."""
+    """DPO (arXiv 2305.18290, eq. 7); smoothing: conservative DPO (Mitchell 2023); margins: ODPO (arXiv 2402.10571)."""
     logits = strength.beta * pairs.difference - pairs.margins
     return -(1 - strength.smoothing) * logsigmoid(logits) - strength.smoothing * logsigmoid(-logits)
 
@@ -329,9 +336,8 @@ class PreferenceLoss(AnswerLoss):
         return LossSums(loss, {CHOSEN_TOKENS: self.nll_weight * nll} if self.nll_weight else {}, reports)
 
     def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
-        sums = self.measure(
-            self.find_pairs(self.read(row_model, micro_batch), micro_batch), micro_batch.targets
-        ).double()
+        pairs = self.find_pairs(self.read(row_model, micro_batch), micro_batch)
+        sums = self.measure(pairs, micro_batch.targets).double()
         if micro_batch.row.row_group is not None:
             sums = sums / micro_batch.row.row_group.size
         return Scores(sum_by_source(sums, micro_batch.targets.numbers, micro_batch.targets.num_sources))
@@ -357,13 +363,11 @@ class Preferences(next_tokens.CausalLM):
     strength: Strength = DEFAULT_STRENGTH
     nll_weight: float = 0.0
 
-    name = base.PREFERENCE
+    name = PREFERENCE
     metrics = {"loss": False, "nll_loss": False, "rewards/accuracies": True, "rewards/margins": True}  # noqa: RUF012
 
     @classmethod
-    def make(
-        cls, settings: ObjectiveSettings, family: Family, task: base.DataTask, count_labels: base.CountLabels | None
-    ) -> "Preferences":
+    def make(cls, settings: ObjectiveSettings, family: Family, task: DataTask, count: CountLabels | None) -> Self:
         """Problems with the options are found before."""
         o = settings.preference
         kind = LOSSES[o.preference_loss]
@@ -383,15 +387,13 @@ class Preferences(next_tokens.CausalLM):
     def reference(self) -> Reference | None:
         return Reference(REFERENCE_COLUMN, read_reference) if self.kind.has_reference else None
 
-    def with_targets(
-        self, sample: base.Sample, trainable: np.ndarray, *, num_trained: int | None = None
-    ) -> base.Sample:
+    def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """A short sample is one sequence: a chosen answer alone; of longer ones each half is an answer."""
         sample = super().with_targets(sample, trainable, num_trained=num_trained)
         weight = np.array([0 if num_trained == 0 else 1], np.float32)
         return sample | {PAIR_WEIGHT_COLUMN: weight, REFERENCE_COLUMN: np.zeros(2, np.float32)}
 
-    def pack_targets(self, samples: Sequence[base.Sample], row: Row) -> AnswerTargets:
+    def pack_targets(self, samples: Sequence[Sample], row: Row) -> AnswerTargets:
         """Pairs of which one answer is missing, as in checks, have a log-probability of 0 for it."""
         if not self.kind.takes_margins and any(sample.get(MARGIN_COLUMN, ZERO)[0] for sample in samples):
             raise ValueError(
@@ -399,9 +401,7 @@ class Preferences(next_tokens.CausalLM):
                 " column out (process_data.py --ignore-columns margin)"
             )
         targets = super().pack_targets(samples, row)
-        sides = [
-            2 * pair + side for pair, sample in enumerate(samples) for side in range(len(base.list_sequences(sample)))
-        ]
+        sides = [2 * pair + side for pair, sample in enumerate(samples) for side in range(len(list_sequences(sample)))]
         places = np.array(sides)[targets.find_sequences(row).numpy()]
         return AnswerTargets(
             **vars(targets),
@@ -411,10 +411,10 @@ class Preferences(next_tokens.CausalLM):
             reference=gather_reference(samples),
         )
 
-    def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[base.Sample]) -> dict[str, float]:
+    def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
         samples = list(samples)
-        chosen = [sample["labels"][: sample[base.LENGTHS_COLUMN][0]] for sample in samples]  # the first answers
-        num_chosen = sum(int(np.count_nonzero(labels != base.IGNORED)) for labels in chosen)
+        chosen = [sample["labels"][: sample[LENGTHS_COLUMN][0]] for sample in samples]  # the first answers
+        num_chosen = sum(int(np.count_nonzero(labels != IGNORED)) for labels in chosen)
         own = {TARGETS: weigh_samples(samples), CHOSEN_TOKENS: num_chosen}
         return super().weigh(num_targets, num_tokens, ()) | own
 

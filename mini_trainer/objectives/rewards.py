@@ -97,7 +97,7 @@ class Rewards(Objective):
 
     @classmethod
     def make(
-        cls, settings: ObjectiveSettings, family: ClassifierFamily, task: DataTask, count_labels: CountLabels | None
+        cls, settings: ObjectiveSettings, family: ClassifierFamily, task: DataTask, count: CountLabels | None
     ) -> "Rewards":
         return cls(family, centering=settings.preference.reward_centering)
 

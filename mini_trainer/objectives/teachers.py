@@ -9,7 +9,7 @@ N trained tokens, K tokens that a file names of each, V vocabulary size.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from mini_trainer.data.columns.base import IGNORED, CountLabels, DataTask, Sampl
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.world import RowGroup
-from mini_trainer.objectives import objective
 from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
 from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.next_tokens import (
@@ -29,6 +28,15 @@ from mini_trainer.objectives.next_tokens import (
     TokenLoss,
     TrainedTokens,
     compute_logits,
+)
+from mini_trainer.objectives.objective import (
+    SELF,
+    TARGETS,
+    LossSums,
+    ObjectiveSettings,
+    Scores,
+    TeacherModel,
+    TeacherScores,
 )
 from mini_trainer.objectives.soft_targets import (
     SOFT_COLUMN,
@@ -153,8 +161,7 @@ def temper(logits: Tensor, terms: Terms) -> Tensor:
 
 
 def describe_teacher(teacher: Top | Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:  # -> (rows, 1) each
-    """The teacher's probability of the tokens that a file does not name, and whether its likeliest token is the
-    model's."""
+    """The teacher's probability of tokens that a file does not name, and whether its likeliest token is the model's."""
     if isinstance(teacher, Top):
         tail, best = teacher.log_q[:, -1:].exp(), teacher.ids[:, :1]
     else:
@@ -195,8 +202,7 @@ class TaughtChunk:
 
 @dataclass(frozen=True)
 class TaughtLoss(TokenLoss):
-    """Cross-entropy and divergence. In the start check, a teacher that reads the row is not there yet: the
-    cross-entropy's share is the loss."""
+    """Cross-entropy and divergence; in the start check, without a teacher that reads the row, the former's share."""
 
     terms: Terms | None = None
     is_online: bool = False
@@ -210,32 +216,26 @@ class TaughtLoss(TokenLoss):
             return micro_batch
         return micro_batch.replace(targets=replace(targets, teacher=tokens))  # pyrefly: ignore[unexpected-keyword]
 
-    def sum(
-        self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None
-    ) -> objective.LossSums:
+    def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         targets = micro_batch.targets
         if targets.soft is None and targets.teacher is None:
             sums = super().sum(predicted, micro_batch, shared=shared)
             return sums._replace(loss=(1 - self.terms.weight) * sums.loss)
         return self.sum_taught(predicted, targets, weights=self.terms.weigh_rows(targets))
 
-    def sum_taught(
-        self, tokens: TrainedTokens, targets: TaughtTargets, *, weights: Tensor | None = None
-    ) -> objective.LossSums:
+    def sum_taught(self, tokens: TrainedTokens, targets: TaughtTargets, *, weights: Tensor | None = None) -> LossSums:
         measure = TaughtChunk(tokens, targets, self.terms, weights, self.is_fused)
         return self.sum_by_source(targets, tokens, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
 
-    def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> objective.Scores:
+    def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
         """The scores of a language model, VALUES, and the number of targets that have a teacher.
-
-        The weights of data sets are of those that train: here all targets count.
-        """
+        The weights of data sets are of those that train: here all targets count."""
         tokens, targets = self.read(row_model, micro_batch), micro_batch.targets
         scores = self.score_sources(tokens, targets)
         taught = scores.new_zeros(len(scores), NUM_VALUES)
         if targets.soft is not None or targets.teacher is not None:
             taught = self.sum_taught(tokens, targets).reports["source_values"].double()
-        return objective.Scores(torch.cat([scores, taught], dim=1))
+        return Scores(torch.cat([scores, taught], dim=1))
 
     def sum_own(self, own: ReferenceForward, targets: TaughtTargets) -> Tensor:
         if targets.soft is None:
@@ -262,16 +262,14 @@ class Taught(CausalLM):
     metrics = CausalLM.metrics | {"teacher_kl": False}
 
     @classmethod
-    def make(
-        cls, settings: objective.ObjectiveSettings, family: Family, task: DataTask, count_labels: CountLabels | None
-    ) -> "Taught":
+    def make(cls, settings: ObjectiveSettings, family: Family, task: DataTask, count: CountLabels | None) -> Self:
         o, weights = settings.teacher, settings.teacher.teacher_weight
         by_source = weights if len(set(weights)) > 1 else ()
         terms = Terms(max(weights), o.teacher_divergence, o.teacher_temperature, by_source)
         if o.teacher_model is None:
             return cls(family, terms=terms, top_k=DEFAULT_TOP_K, scores_name=o.teacher_scores)
         name = o.teacher_model
-        title = "its start as teacher" if name == objective.SELF else f"teacher {name_model(name)}"
+        title = "its start as teacher" if name == SELF else f"teacher {name_model(name)}"
         reads_beside = len(o.teacher_data) > 0
         return cls(family, terms=terms, teacher_model=name, reads_beside=reads_beside, teacher_title=title)
 
@@ -312,13 +310,11 @@ class Taught(CausalLM):
         return TaughtTargets(**vars(targets), soft=soft)
 
     @property
-    def teacher(self) -> objective.TeacherModel | objective.TeacherScores:
+    def teacher(self) -> TeacherModel | TeacherScores:
         if self.scores_name is None:
-            return objective.TeacherModel(self.teacher_model)
+            return TeacherModel(self.teacher_model)
         weights = self.terms.by_source
-        return objective.TeacherScores(
-            self.scores_name, lambda source: not weights or weights[source] > 0, self.with_scores
-        )
+        return TeacherScores(self.scores_name, lambda source: not weights or weights[source] > 0, self.with_scores)
 
     def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Taught":
         for name, wanted in (("temperature", self.terms.temperature), ("top_k", sidecars[0]["top_k"])):
@@ -341,7 +337,7 @@ class Taught(CausalLM):
         return TaughtLoss(is_fused=is_fused, terms=self.terms, is_online=self.top_k is None)
 
     def describe_step(self, reports: Mapping[str, np.ndarray], divisors: Mapping[str, float]) -> dict[str, float]:
-        return describe_values(reports["source_values"].sum(0), divisors[objective.TARGETS])
+        return describe_values(reports["source_values"].sum(0), divisors[TARGETS])
 
     def describe_source(self, reports: Mapping[str, np.ndarray], source: int, divisor: float) -> dict[str, Any]:
         return describe_values(reports["source_values"][source], divisor)

@@ -55,9 +55,7 @@ PROGRAMS = {"train.py": list_types(TrainOptions), "process_data.py": list_types(
 
 def describe_unknown(name: str, known: Collection[str], *, spell: Callable[[str], str]) -> str:
     """The end of a message about an unknown option: a reason, the option that may be meant, or nothing.
-
-    `known`: options of the program, with no_ in front where that turns one off. `spell`: writes one as users do.
-    """
+    `known`: options of the program, with no_ in front where that turns one off. `spell`: writes one as users do."""
     if (old := name.removeprefix("no_")) in RENAMED:
         return f": {name_programs(RENAMED[old], known)}"
     is_off = name.startswith(("no_", "disable_"))

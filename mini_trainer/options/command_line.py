@@ -40,9 +40,7 @@ SPELLINGS = {"--use-liger-kernels": ("--kernels", "fused"), "--no-use-liger-kern
 
 def parse_options(options_class: type[Options], argv: list[str] | None = None) -> Options:
     """Reads flags (`argv`, by default the command line) over the YAML files named by `--config`.
-
-    Prints one message and exits with `ExitCode.BAD_INPUT` on anything unknown, mistyped, missing or contradictory.
-    """
+    Prints one message and exits with `ExitCode.BAD_INPUT` on anything unknown, mistyped, missing or contradictory."""
     refuse_hub_kernels()
     if argv is None:
         shorten_interrupts()
@@ -136,9 +134,7 @@ def reading_flags(options_class: type) -> Iterator[None]:
 
 def refuse_hub_kernels() -> None:
     """Keeps libraries from downloading and running compiled code where the package kernels is installed.
-
-    transformers does so for layers with a state, bitsandbytes on import, on some processors.
-    """
+    transformers does so for layers with a state, bitsandbytes on import, on some processors."""
     os.environ["USE_HUB_KERNELS"] = "0"  # transformers, also in processes that this one starts
     if "kernels" not in sys.modules:
         sys.modules["kernels"] = None  # an import of it fails
@@ -178,8 +174,7 @@ def refuse_useless_flags(argv: list[str], options_class: type) -> None:
 
 
 def refuse_unknown_words(words: list[str], options_class: type) -> None:
-    """ValueError for flags that do not exist, and for values that are not among a flag's choices, with the closest
-    ones."""
+    """ValueError for flags that do not exist, and for values that are no choice of a flag, with the closest ones."""
     types, problems = list_types(options_class), []
     choices = {name: values for name, values in list_choices(options_class).items() if takes_choices_only(types[name])}
     known = [*types, *(f"no_{name}" for name, kind in types.items() if kind is bool)]

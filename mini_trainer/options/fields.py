@@ -71,9 +71,7 @@ def list_facts(options_class: type) -> dict[str, Facts]:
 
 def list_groups(options_class: type) -> dict[str, type]:
     """The classes of the groups of options by name."""
-    return {
-        entry.name: entry.type for entry in dataclasses.fields(options_class) if dataclasses.is_dataclass(entry.type)
-    }
+    return {each.name: each.type for each in dataclasses.fields(options_class) if dataclasses.is_dataclass(each.type)}
 
 
 def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str | None]]:
@@ -100,9 +98,7 @@ def flatten_options(options: Any) -> dict[str, Any]:
 
 def group_options(options_class: type[Options], **values: Any) -> Options:
     """Makes options from values by name, with defaults for the others. TypeError for an unknown name.
-
-    For an option that takes several values, a single value is wrapped in a tuple.
-    """
+    For an option that takes several values, a single value is wrapped in a tuple."""
     groups: dict[str, dict[str, Any]] = {}
     for option, group in iterate_fields(options_class):
         if option.name in values:
@@ -184,9 +180,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 def parse_rate(text: str) -> tuple[str, float | None, float | None]:
     """Pattern, learning rate and weight decay in 'lm_head*=1e-6:0.1', of whose two numbers one may be left out.
-
-    ValueError if it is something else.
-    """
+    ValueError if it is something else."""
     pattern, _, values = text.rpartition("=")
     rate, colon, decay = values.partition(":")
     try:

@@ -37,9 +37,7 @@ def show_help(options_class: type, topic: str, *, is_shown: bool) -> NoReturn:
 
 def describe_help(options_class: type, topic: str, *, command: str) -> str:
     """The help on a topic: nothing, `all`, a group, an option, or a word in their texts. ValueError if there is none.
-
-    `command`: the program as it was started.
-    """
+    `command`: the program as it was started."""
     groups = list_groups(options_class)
     of_groups = {option.name: group for option, group in iterate_fields(options_class)}
     if topic == "" and hasattr(options_class, "first"):

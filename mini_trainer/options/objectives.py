@@ -17,16 +17,14 @@ class ObjectiveFacts:
 
 
 REFERENCE_OPTIONS = ("preference_beta", "reference_model")
-NO_ROUTER_LOSS = dict.fromkeys(
-    ("router_aux_loss", "router_loss_over"), "whose models have no such loss in transformers"
-)
+NO_ROUTER = dict.fromkeys(("router_aux_loss", "router_loss_over"), "whose models have no such loss in transformers")
 OF_SEQUENCES = {"context_parallel": "whose targets are of whole sequences"}
 NO_TEXT = {"sample_prompts": "whose models write no text"}
 CLASSIFIER = ObjectiveFacts(
     "mini_trainer.objectives.classes:Classification",
     row_format="classification",
     options=("class_weights", "label_smoothing"),
-    excluded=NO_ROUTER_LOSS | OF_SEQUENCES | NO_TEXT,
+    excluded=NO_ROUTER | OF_SEQUENCES | NO_TEXT,
     validation_modules=("sklearn",),
 )
 
@@ -57,7 +55,7 @@ OBJECTIVES: dict[str, ObjectiveFacts] = {
         data="preference",
         row_format="preference",
         options=("reward_centering",),
-        excluded=NO_ROUTER_LOSS | OF_SEQUENCES | NO_TEXT,
+        excluded=NO_ROUTER | OF_SEQUENCES | NO_TEXT,
     ),
 }
 

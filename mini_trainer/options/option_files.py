@@ -43,9 +43,7 @@ Readers = Mapping[str, Callable[[Any], Any]]
 
 class Loader(yaml.SafeLoader):
     """Reads YAML within limits; refuses repeated keys, keys that are neither texts nor numbers, and recursive anchors.
-
-    Dates and times stay texts: YAML 1.1 reads 1:30:00 as the number 5400.
-    """
+    Dates and times stay texts: YAML 1.1 reads 1:30:00 as the number 5400."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own
         first: [
@@ -134,9 +132,7 @@ def read_yaml(path: Path, *, named: str, loader: type[Loader] = Loader) -> dict[
 
 def read_option_file(path: Path, *, named: str) -> dict[Any, Any]:
     """The keys and values of a YAML file of options, with the environment in place of `${NAME}`.
-
-    ValueError, in which the file is called `named`.
-    """
+    ValueError, in which the file is called `named`."""
     given = read_yaml(path, named=named, loader=OptionLoader)
     with naming_place(named):
         return convert_each(given, lambda key, value: fill_in(str(key), value))
@@ -232,9 +228,7 @@ def describe_options(options_class: type, values: dict[str, Any]) -> str:
 
 def fill_in(where: str, value: Any) -> Any:
     """Fills in `${NAME}` in the `value` of the key `where`, nested values included, from the environment.
-
-    ValueError for variables other than those of `ALLOWED` and SLURM.
-    """
+    ValueError for variables other than those of `ALLOWED` and SLURM."""
     if isinstance(value, list):
         return [fill_in(where, item) for item in value]
     if isinstance(value, dict):
@@ -281,9 +275,7 @@ def describe_misread(message: str, options_class: type) -> str:
 
 def refuse_joined_values(flags: Iterable[tuple[str, list[str]]], options_class: type) -> None:
     """ValueError for a list whose values are joined by commas, which would be read as a single value.
-
-    `flags`: the options' names with their values. Commas of texts, patterns, URLs and files that exist stay.
-    """
+    `flags`: the options' names with their values. Commas of texts, patterns, URLs and files that exist stay."""
     types = list_types(options_class)
     for name, values in flags:
         parts = [part for value in values for part in split_joined(value)]
@@ -306,9 +298,7 @@ def split_joined(value: str) -> list[str]:
 
 def make_settings(given: Any, settings_class: type[Settings], readers: Readers) -> Settings:
     """Makes settings from a YAML file's mapping. ValueError, a line each, for unknown ones, wrong values, missing ones.
-
-    `readers`: functions that convert settings with a format of their own, such as sections of options, by name.
-    """
+    `readers`: functions that convert settings with a format of their own, such as sections of options, by name."""
     values = read_values(given, settings_class, readers)
     missing = list_missing(settings_class, values)
     if missing:
@@ -377,9 +367,7 @@ def read_options(
     parse: Callable[[str, Any, type], Any] = parse_value,
 ) -> dict[str, Any]:
     """Options of a program from a section of a YAML file, each converted by `parse`, by name.
-
-    One ValueError for all problems; also for `reserved` options, with the reason.
-    """
+    One ValueError for all problems; also for `reserved` options, with the reason."""
 
     def read_option(name: str, value: Any) -> Any:
         if name in reserved:

@@ -150,8 +150,7 @@ def list_wrong(content: dict[str, Any], kinds: Mapping[str, Any]) -> list[str]:
 
 def read_metrics(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
     """Yields number, text and content of each complete line of a run's metrics file; None for a damaged line. Yields
-    nothing if there is no file.
-    """
+    nothing if there is no file."""
     if path.exists():
         with open_regular(path, follows=False) as file:
             for number, line in enumerate(file, start=1):

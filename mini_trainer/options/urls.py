@@ -12,9 +12,7 @@ from urllib.parse import urlsplit
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
 WRITABLE = ("s3", "gs", "hf")
 # Credentials in URLs.
-QUERY = re.compile(
-    r"([?&][^=&\s]*(?:token|key|secret|password|signature|credential|sig)[^=&\s]*=)[^&\s]+", re.IGNORECASE
-)
+QUERY = re.compile(r"([?&][^=&\s]*(?:token|key|secret|password|signature|credential|sig)[^=&\s]*=)[^&\s]+", re.I)
 USER = re.compile(r"(\w+://)[^/?#\s]+@")
 HIDDEN = "***"
 
@@ -54,17 +52,6 @@ def find_url_faults(url: str, *, flag: str) -> list[str]:
     if split_scheme(url)[0] not in PACKAGES:
         return [f"{given}: must be a local path, or begin with {'://, '.join(PACKAGES)}://"]
     return []
-
-
-def find_target_faults(url: str, *, flag: str) -> list[str]:
-    """Reasons why a URL cannot be written to."""
-    if faults := find_url_faults(url, flag=flag):
-        return faults
-    scheme, place = split_scheme(url)
-    if scheme not in WRITABLE:
-        stores = "://, ".join(WRITABLE[:-1])
-        return [f"{flag} {url}: web servers cannot be written to: give {stores}:// or {WRITABLE[-1]}://, or a path"]
-    return [] if place.strip("/") else [f"{flag} {url}: names no bucket: must be {scheme}://BUCKET/PATH"]
 
 
 def check_redirect(url: str, target: str) -> None:

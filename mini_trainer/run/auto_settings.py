@@ -193,8 +193,7 @@ def refuse_longest(data: Mixture, room: Room) -> str:
 
 
 class Prober:
-    """Runs forward and backward of micro-batches on the built model, and measures their memory and time. All ranks
-    agree."""
+    """Runs micro-batches forward and backward on the built model; measures their memory and time. All ranks agree."""
 
     def __init__(self, state: TrainState, inputs: RunInputs, options: StepOptions, *, progress: Callable[[str], None]):
         self.state, self.objective, self.progress = state, inputs.objective, progress
@@ -405,9 +404,7 @@ def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most:
 
 class MemoryCounter(TorchDispatchMode):
     """While active, counts the memory of every tensor created, by its `memory_kind`.
-
-    Existing tensors are counted once passed to `count`. The scratch memory of a single operation is not seen.
-    """
+    Existing tensors are counted once passed to `count`. The scratch memory of a single operation is not seen."""
 
     def __init__(self):
         super().__init__()

@@ -77,9 +77,7 @@ def describe_raised(error: BaseException) -> str:
 
 class Callbacks(Sink):
     """Calls the hooks of this rank's callbacks, and collects their answers and errors.
-
-    A callback that has raised is not called again, and `take_flags` ends the run.
-    """
+    A callback that has raised is not called again, and `take_flags` ends the run."""
 
     def __init__(self, classes: Classes, control: RunControl, run: StartedRun):
         """Makes the objects and calls `on_start`; ValueError or RunError if that fails."""

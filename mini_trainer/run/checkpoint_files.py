@@ -30,9 +30,7 @@ STEP_NAME = r"step_\d+"
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], pool: WritePool) -> dict[str, Any]:
     """Writes `tensors` to a safetensors file, in their order, and flushes it; returns its manifest entry.
-
-    OSError if writing fails.
-    """
+    OSError if writing fails."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
@@ -51,9 +49,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], pool: WritePool) -> di
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Reads the manifest, and checks it against its own checksum and the names and sizes of the directory's files.
-
-    ValueError, naming the file, if anything is missing, of a different size, or unexpected.
-    """
+    ValueError, naming the file, if anything is missing, of a different size, or unexpected."""
     if not directory.exists():
         raise ValueError("there is no such directory")
     if (directory / MANIFEST).is_symlink():

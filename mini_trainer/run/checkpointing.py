@@ -92,9 +92,7 @@ class Checkpointer:
 
     def save(self, train_state: TrainState, *, step: int, state: dict[str, Any]) -> None:
         """Writes `step_N` for N = `step`, after waiting for an earlier write; `state` must be JSON-serializable.
-
-        OSError on every rank if any of them cannot write; existing checkpoints are not changed then.
-        """
+        OSError on every rank if any of them cannot write; existing checkpoints are not changed then."""
         self.finish()
         tensors = collect_tensors(train_state)
         self.state, self.target = state, self.directory / f"step_{step}"
@@ -143,9 +141,7 @@ class Checkpointer:
 
     def _write(self, shards: dict[str, Tensor]) -> dict[str, Any]:
         """Writes this rank's file, if it belongs to the first copy of the model.
-
-        Returns errors as data for `_commit`: no rank raises before all are done.
-        """
+        Returns errors as data for `_commit`: no rank raises before all are done."""
         if self.world.rank >= self.world.num_shards:
             return {}
         name = checkpoint_files.shard_name(self.world.rank)

@@ -28,8 +28,7 @@ class Calendar:
     epoch_length: int  # samples
 
     def find_due(self, position: RunPosition, *, num_steps: int | None, flags: int = 0) -> Due:
-        """Returns what is due at `position`, the end of a step; `flags` are OR-ed over ranks (see
-        distributed.ending.Flag)."""
+        """What is due at `position`, the end of a step; `flags` are OR-ed over ranks (see distributed.ending.Flag)."""
         is_last, length = position.step == num_steps, self.epoch_length
         stop = None if is_last else stop_reason(flags)
         every = self.checkpoints.checkpoint_every_steps

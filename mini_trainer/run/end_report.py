@@ -18,9 +18,7 @@ MOST_BYTES_OF_LINE = 1_000_000  # of a metrics file
 
 def describe_result(message: str, exports: Exports, position: RunPosition, *, best_step: int | None) -> str:
     """The last lines of a run that ended with `message`, for rank 0's console; empty for `--logging-level WARNING`.
-
-    `best_step`: of the best validation so far.
-    """
+    `best_step`: of the best validation so far."""
     if exports.world.rank > 0 or not log.isEnabledFor(logging.INFO):
         return ""
     output_dir = exports.output_dir
@@ -59,8 +57,7 @@ def read_ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def describe_trial(model: Path, exports: Exports) -> list[str]:
     """The command that tries a model: a chat, or an evaluation if it generates no answers, has no chat template or saw
-    only plain text. No line for data with images, which neither program reads.
-    """
+    only plain text. No line for data with images, which neither program reads."""
     inputs = exports.inputs
     if inputs.data.has_images:
         return []

@@ -58,9 +58,7 @@ class Callback:
 
     def on_step(self, metrics: Mapping[str, Any]) -> Answer | None:
         """Called after each step, with its line of training_metrics_0.jsonl (docs/reference/metrics.md).
-
-        Other ranks receive the same numbers, except for times and what is computed from them, which are their own.
-        """
+        Other ranks receive the same numbers, except for times and what is computed from them, which are their own."""
 
     def on_validation(self, metrics: Mapping[str, Any]) -> Answer | None:
         """Called after each validation, with its line of validation_metrics_0.jsonl (docs/reference/validation.md)."""
@@ -73,9 +71,7 @@ class Callback:
 
     def on_end(self, reason: str | None) -> None:
         """Called at the end, after the last checkpoint and export; not if the run ends with an error.
-
-        `reason` says why the run was stopped; None: it is done.
-        """
+        `reason` says why the run was stopped; None: it is done."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if inspect.isfunction(getattr(Callback, name)))

@@ -90,9 +90,7 @@ def read_params(output_dir: Path) -> dict[str, Any]:
 
 def list_own_entries(output_dir: Path, own_paths: Sequence[str]) -> set[str]:
     """Names of entries of `output_dir` that are the run's data sets and OSFT's cache, or directories that hold them.
-
-    Other files of a data set begin with its name: the sidecar, the index, the tokenizer.
-    """
+    Other files of a data set begin with its name: the sidecar, the index, the tokenizer."""
     root = output_dir.absolute()
     inside = [expand(path).absolute() for path in own_paths if not is_url(path)]
     cached = [path.name for path in root.glob(f"{'[0-9a-f]' * 64}.safetensors")] if root in inside else []
@@ -100,13 +98,10 @@ def list_own_entries(output_dir: Path, own_paths: Sequence[str]) -> set[str]:
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether a start that was ended before it wrote its options, or a killed write, may have left this file; or it is
-    the user's notes."""
-    return (
-        path.name in (*OWN_FILES, NOTES_FILE)
-        or path.name.startswith((f".{EXIT_FILE}.", f".{PARAMS_FILE}"))
-        or is_part(path)
-    )
+    """Whether a start that ended before it wrote its options, or a killed write, may have left this file; or it is the
+    user's notes."""
+    is_beside = path.name.startswith((f".{EXIT_FILE}.", f".{PARAMS_FILE}"))
+    return is_beside or is_part(path) or path.name in (*OWN_FILES, NOTES_FILE)
 
 
 def is_checkpoint_of(output_dir: Path, checkpoint: Path | None) -> bool:
@@ -118,9 +113,7 @@ def check_same_run(
     checkpoint: Path, state: dict[str, Any], identity: dict[str, Any], *, allow_changes: bool, needs_model: bool
 ) -> list[str]:
     """Differences from the run that wrote the checkpoint; ValueError for one that is not allowed.
-
-    With `needs_model` the checkpoint holds only a part of the weights, and belongs to the model with the others.
-    """
+    With `needs_model` the checkpoint holds only a part of the weights, and belongs to the model with the others."""
     changes = find_changes(state["identity"], identity)
     fixed = choose_changes(changes, [OF_METHOD, ORIGIN, *list_deciding_options("method")], needs_model=needs_model)
     if fixed and allow_changes:
@@ -173,8 +166,7 @@ FORMER = {
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Changed parts of a run's identity, described by name. Options that an older version did not record count as their
-    defaults; other parts that it did not record are not compared.
-    """
+    defaults; other parts that it did not record are not compared."""
     defaults = {name_in_identity(name): to_json(value) for name, value in list_defaults().items()}
     defaults |= {ORIGIN: None, ORDER: PERMUTATION}
     changes = {}
@@ -272,8 +264,7 @@ def flatten_with_urls(options: TrainOptions) -> dict[str, Any]:
 
 def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[str, Any]:
     """Everything that affects a run's numbers: a checkpoint only fits a run with the same identity. Includes the number
-    of steps only if the learning rate depends on it.
-    """
+    of steps only if the learning rate depends on it."""
     data, has_own_end = inputs.data, optimization.needs_end and optimization.schedule_steps is None
     values = inputs.values | {"batch_size": inputs.data_options.samples_per_step}
     digests = [

@@ -13,8 +13,7 @@ from mini_trainer.run.inputs import RunInputs
 
 
 def count_images(inputs: RunInputs, vision: VisionOptions) -> int:
-    """Counts the patches of the data's images, and tells the family the largest one; returns the number of samples with
-    too many patches."""
+    """Counts images' patches, tells the family the largest image, and returns the number of samples with too many."""
     cap, training, held_out = vision.max_image_tokens_per_gpu, inputs.data, inputs.validation_data
     count_patches = functools.cache(inputs.family.vision_inputs.count_patches)
     drop_overlong = inputs.data_options.drop_overlong
@@ -33,9 +32,7 @@ def count_images(inputs: RunInputs, vision: VisionOptions) -> int:
 
 def count_set_images(data: Mixture, count_patches: CountPatches, *, cap: int | None, drop_overlong: bool) -> int:
     """Sets the images of `data`, and drops rows with more than `cap` patches; returns their number.
-
-    ValueError for such rows unless they may be dropped.
-    """
+    ValueError for such rows unless they may be dropped."""
     counted = [count_row_images(source.image_sizes, count_patches) for source in data.sources]
     tokens, patches, pairs = map(np.concatenate, zip(*counted, strict=True))
     data.images = SampleImages(tokens, patches, pairs, np.zeros(len(patches)), cap)

@@ -55,9 +55,7 @@ class Errors(list[ValueError | OSError]):
 @dataclass
 class RunInputs:
     """A run's inputs that are read before anything large is loaded; None for those that cannot be read.
-
-    Invariant: `errors` explains everything that is None or does not fit. A run starts only without errors.
-    """
+    Invariant: `errors` explains everything that is None or does not fit. A run starts only without errors."""
 
     family: Family  # complete once there is a tokenizer
     method: Method
@@ -91,8 +89,7 @@ class RunInputs:
     @property
     def export_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of exports: without a chat template if the data's texts were not rendered with one, since
-        sentence-transformers would apply it to a classifier's texts.
-        """
+        sentence-transformers would apply it to a classifier's texts."""
         if not COLUMNS[self.data.task.objective].has_labels:
             return self.tokenizer
         tokenizer = copy.deepcopy(self.tokenizer)

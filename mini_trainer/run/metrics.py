@@ -95,9 +95,7 @@ class StepMeter:
         return asdict(metrics) | own | sources | measure_routers(batch, sums)
 
 
-def measure_sources(
-    batch: Batch, sums: StepSums, position: RunPosition, objective: Objective
-) -> dict[str, dict[str, Any]]:
+def measure_sources(batch: Batch, sums: StepSums, position: RunPosition, objective: Objective) -> dict[str, dict]:
     """`SourceMetrics` and the objective's own of each data set by name, as `sources`, if there are several."""
     data = batch.data
     if len(data.sources) == 1:
@@ -119,9 +117,7 @@ def measure_sources(
 
 def measure_routers(batch: Batch, sums: StepSums) -> dict[str, float]:
     """The experts' auxiliary loss, and their load balance: mean / max load over layers; 1 is perfect.
-
-    Empty if the auxiliary loss is off.
-    """
+    Empty if the auxiliary loss is off."""
     if "router_loss" not in sums.reports:
         return {}
     loads = sums.reports["expert_loads"]  # (layers, experts)

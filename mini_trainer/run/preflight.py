@@ -33,9 +33,7 @@ def check_disk(output_dir: Path) -> None:
 
 def find_failure(directory: Path) -> str | None:
     """The first operation that fails in the empty `directory`, with its error and the file system; leaves files.
-
-    OSError if there is no space left.
-    """
+    OSError if there is no space left."""
     operations: dict[str, Callable[[Path], None]] = {
         "append to a file that others read, as metrics are written": append,
         "replace a file by renaming another one, as settings are written": replace_file,

@@ -29,7 +29,7 @@ from mini_trainer.options import (
 )
 from mini_trainer.options.option_files import describe_options
 from mini_trainer.options.places import expand
-from mini_trainer.options.problems.training import complete_rows
+from mini_trainer.options.problems.finding import complete_rows
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.run.identity import unwrap
 
@@ -38,9 +38,7 @@ OPTIONS_FILE = "options.yaml"  # next to the data set: the options that made it
 
 def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
     """Paths of the tokenized data sets, by the options that take them; empty if the options name no rows.
-
-    ValueError with process_data.py's error message about the rows.
-    """
+    ValueError with process_data.py's error message about the rows."""
     rows = options.rows
     if not (rows.input_file or rows.input_dataset or rows.mock_data):
         return {}

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mini_trainer.data.stores.contents import Tell
 from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -25,16 +26,10 @@ PART_SIZE = 4096
 
 
 def add_reference(
-    inputs: RunInputs,
-    model: PackedModel,
-    build: Callable[[ModelSource], PackedModel],
-    *,
-    world: World,
-    progress: Callable[[str], None],
+    inputs: RunInputs, model: PackedModel, build: Callable[[ModelSource], PackedModel], *, world: World, progress: Tell
 ) -> None:
     """Adds the objective's reference column to the run's data; scores rows that no run has scored. `model`: the model
-    at the start of the run, the default reference; `build` makes another one. All ranks call this.
-    """
+    at the start of the run, the default reference; `build` makes another one. All ranks call this."""
     reference = inputs.objective.reference
     key = call_on_rank0(world, lambda: identify_reference(inputs))
     known = []
@@ -70,13 +65,7 @@ class Known:
 
 
 def score_missing(
-    known: Known,
-    scorer: PackedModel,
-    objective: Objective,
-    *,
-    cap: int,
-    world: World,
-    progress: Callable[[str], None] | None = None,
+    known: Known, scorer: PackedModel, objective: Objective, *, cap: int, world: World, progress: Tell
 ) -> None:
     """Scores the missing rows, and writes all known values after each part. All ranks call this."""
     for part in split_rows(known.missing, [len(source.lengths) for source in known.data.sources]):
@@ -169,7 +158,6 @@ def hash_reference(
     directory: str, method_data: list[str], quantization: str, compute_dtype: torch.dtype, *, origin: str | None = None
 ) -> str:
     """The key of a reference model's numbers: its weights, the layers added to them, and the compute type. `origin`:
-    digest of a checkpoint whose weights replace the model's.
-    """
+    digest of a checkpoint whose weights replace the model's."""
     parts = [fingerprint_model(directory), method_data, quantization, str(compute_dtype)]
     return hash_json(parts if origin is None else [*parts, origin])

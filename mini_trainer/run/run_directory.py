@@ -96,9 +96,7 @@ class RunDirectory:
 
     def restore(self, state: TrainState) -> None:
         """Fills weights and optimizer from the checkpoint, if any, and records this start in the directory.
-
-        A run that continues another one has that one's weights already, by `load_start`.
-        """
+        A run that continues another one has that one's weights already, by `load_start`."""
         if self.checkpoint is not None:
             self.checkpointer.load(self.checkpoint, state)
         elif self.origin is not None:
@@ -197,9 +195,7 @@ class RunDirectory:
 
     def close(self, exports: Exports, *, stop: tuple[ExitCode, str] | None) -> tuple[ExitCode, str] | None:
         """Waits for the last checkpoint; records that the run is done, unless there was a stop.
-
-        Returns the stop, explained by the callbacks behind it.
-        """
+        Returns the stop, explained by the callbacks behind it."""
         is_done = stop is None
         if is_done and (missing := exports.describe_missing_average()) is not None:
             log.warning(f"warning: {missing}")

@@ -130,8 +130,7 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
 
 
 def describe_schedule(inputs: RunInputs, o: OptimizationOptions, *, start: RunPosition) -> list[str]:
-    """The run's starting point and next learning rate, if it continues another run or shares a schedule; otherwise no
-    line."""
+    """The run's start and its next learning rate, if it continues another run or shares a schedule; else no line."""
     origin, step = inputs.origin, inputs.num_steps_before + start.step
     if origin is None and o.schedule_steps is None:
         return []
@@ -180,9 +179,7 @@ def settle_auto_options(
     progress: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The values in place of every "auto", by option, and the measurements behind them, if any, as JSON.
-
-    All ranks call this and agree. See `auto_settings.measure_auto_options`.
-    """
+    All ranks call this and agree. See `auto_settings.measure_auto_options`."""
     values = flatten_options(options)
     settled: dict[str, Any] = {}
     if values["kernels"] != "eager" and not state.model.kernels.num_modules:  # the model has none, or they fail

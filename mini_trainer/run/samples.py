@@ -51,9 +51,7 @@ def answer_greedily(
     progress: Callable[[str], None],
 ) -> list[list[int]] | None:
     """Token ids of each prompt's answer, up to `room` of them, with the stop token; None on ranks other than 0.
-
-    All ranks call this, and each answers its share. Leaves no trace in training: no random numbers, no gradients.
-    """
+    All ranks call this, and each answers its share. Leaves no trace in training: no random numbers, no gradients."""
     was_training = model.training
     model.eval()
     answers: dict[int, list[int]] = {i: [] for i in range(world.rank, len(prompts), world.world_size)}
@@ -163,9 +161,7 @@ def open_samples(
 
 class SamplesFile(Sink):
     """Writes samples_0.jsonl, and the first answer to the console.
-
-    A run that resumes after `first_step` steps keeps the lines until then; without an earlier validation, none.
-    """
+    A run that resumes after `first_step` steps keeps the lines until then; without an earlier validation, none."""
 
     def __init__(self, output_dir: Path, *, first_step: int, num_validations: int):
         self.path = output_dir / SAMPLES_FILE

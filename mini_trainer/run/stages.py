@@ -67,8 +67,7 @@ class Stage:
     @property
     def has_ended(self) -> bool:
         """Whether it is a run of train that has ended with these options, but was killed before that was recorded. A
-        run without checkpoints cannot be started again then.
-        """
+        run without checkpoints cannot be started again then."""
         record = Path(self.options["output_dir"], PARAMS_FILE) if self.program == "train" else None
         if record is None or not record.is_file() or not self.file("yaml").is_file():
             return False

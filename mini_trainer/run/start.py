@@ -4,6 +4,7 @@ Errors are collected, so that all of them are reported at once.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,8 @@ from mini_trainer.model.build import choose_compute_dtype
 from mini_trainer.model.config import check_rope, choose_tokenizer, load_config, load_generation_config
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import open_optimizer
-from mini_trainer.objectives import objective
 from mini_trainer.objectives.families.text_tower import count_logits, text_config
+from mini_trainer.objectives.objective import Objective, ObjectiveSettings, find_data_kind, make_family, make_objective
 from mini_trainer.options import (
     DataOptions,
     EndOptions,
@@ -32,7 +33,6 @@ from mini_trainer.options import (
     PreferenceOptions,
     TeacherOptions,
     TrainOptions,
-    ValidationOptions,
     VisionOptions,
     fill_unset,
     flag_name,
@@ -64,7 +64,7 @@ def settle_by_device(
     one of this machine. ValueError for kernels that cannot be had, and for options that have no effect."""
     options = fill_unset(options, device.type)
     if options.compute.memory_budget_gb is not None:  # which some defaults leave without effect
-        from mini_trainer.options.problems.training import find_compute_problems
+        from mini_trainer.options.problems.choices import find_compute_problems
 
         if problems := find_compute_problems(options):
             raise ValueError("\n".join(problems))
@@ -84,14 +84,11 @@ def open_inputs(
     origin: Checkpoint | None = None,
 ) -> RunInputs:
     """Opens the data, the model's files, the objective's models and scores, and the schedule; collects all errors and
-    conflicts.
-
-    `origin`: the checkpoint of --continue-from.
-    """
+    conflicts. `origin`: the checkpoint of --continue-from."""
     check_choices(options)
     name, settings = choose_objective(options), choose_settings(options)
     inputs = RunInputs(
-        family=objective.make_family(name, settings),
+        family=make_family(name, settings),
         method=choose_method(options),
         data_options=options.data,
         model_options=options.model,
@@ -109,7 +106,7 @@ def open_inputs(
         from mini_trainer.model.activation_memory import check_offloading
 
         errors.attempt(lambda: check_offloading(device))
-    num_dropped = open_data(inputs, options.validation, options.teacher, num_sharing=num_sharing)
+    num_dropped = open_data(inputs, options.validation.validation_data_path, options.teacher, num_sharing=num_sharing)
     inputs.objective = make_from_data(name, settings, inputs, best_metric=options.validation.deciding[0])
     if inputs.objective is not None:
         inputs.family = inputs.objective.family
@@ -156,9 +153,9 @@ def choose_objective(options: TrainOptions) -> str:
     return TAUGHT if options.teacher.teacher_weight else name
 
 
-def choose_settings(options: TrainOptions) -> objective.ObjectiveSettings:
+def choose_settings(options: TrainOptions) -> ObjectiveSettings:
     """The options of objectives and model families."""
-    return objective.ObjectiveSettings(
+    return ObjectiveSettings(
         options.classification,
         options.vision,
         options.preference,
@@ -207,10 +204,10 @@ def open_sample_prompts(path: str | None, inputs: RunInputs) -> "Samples | None"
     return inputs.errors.attempt(lambda: open_samples(path, *parts, has_images=has_images))
 
 
-def open_data(inputs: RunInputs, validation: ValidationOptions, teacher: TeacherOptions, *, num_sharing: int) -> int:
-    """Opens all data sets and their sidecars; returns the number of training samples that are dropped."""
+def open_data(inputs: RunInputs, given: Sequence[str], teacher: TeacherOptions, *, num_sharing: int) -> int:
+    """Opens all data sets, `given` for validation, with their sidecars; returns the number of dropped samples."""
     o, errors, cache_dir = inputs.data_options, inputs.errors, inputs.values["data_cache_dir"]
-    inputs.validation_data = open_validation_data(o, validation, errors, cache_dir=cache_dir)
+    inputs.validation_data = open_validation_data(o, given, errors, cache_dir=cache_dir)
     inputs.data = data = errors.attempt(
         lambda: Mixture(
             [TokenizedData(path, cache_dir=cache_dir) for path in o.data_path],
@@ -235,11 +232,9 @@ def open_data(inputs: RunInputs, validation: ValidationOptions, teacher: Teacher
     return num_dropped or 0
 
 
-def open_validation_data(
-    o: DataOptions, validation: ValidationOptions, errors: Errors, *, cache_dir: str
-) -> Mixture | None:
+def open_validation_data(o: DataOptions, given: Sequence[str], errors: Errors, *, cache_dir: str) -> Mixture | None:
     """Opens the sets of --validation-data-path; each must have something to predict."""
-    paths = list_validation_data(validation.validation_data_path, o.data_path)
+    paths = list_validation_data(given, o.data_path)
 
     def open_sets() -> Mixture:
         option = "--validation-data-path"
@@ -252,18 +247,16 @@ def open_validation_data(
     return errors.attempt(open_sets) if paths else None
 
 
-def make_from_data(
-    name: str, settings: objective.ObjectiveSettings, inputs: RunInputs, *, best_metric: str
-) -> objective.Objective | None:
+def make_from_data(name: str, settings: ObjectiveSettings, inputs: RunInputs, *, best_metric: str) -> Objective | None:
     """The objective for the data, before the model's files are known; None if it cannot be made."""
     family, data = inputs.family, inputs.data
     if data is None:
-        kind = objective.find_data_kind(name)
+        kind = find_data_kind(name)
         if COLUMNS[kind].has_labels:  # known only from data
             return None
-        return objective.make_objective(name, settings, family, DataTask(kind))  # a plan without data
-    made = inputs.errors.attempt(lambda: objective.make_objective(name, settings, family, data.task, data.count_labels))
-    inputs.errors.attempt(lambda: check_validation(data, inputs.validation_data, made, best_metric=best_metric))
+        return make_objective(name, settings, family, DataTask(kind))  # a plan without data
+    made = inputs.errors.attempt(lambda: make_objective(name, settings, family, data.task, data.count_labels))
+    inputs.errors.attempt(lambda: check_validation(data, inputs.validation_data, made, metric=best_metric))
     return made
 
 
@@ -355,9 +348,7 @@ def end_turns_with(
     replaces: bool,
 ) -> None:
     """Makes the data's stop token one that ends generation: the first, and with `replaces` the only one.
-
-    The model's own config may name only others, and generate() would then continue past the end of every turn.
-    """
+    The model's own config may name only others, and generate() would then continue past the end of every turn."""
     text = text_config(whole)
     has_own = whole is not text and getattr(whole, "eos_token_id", None) is not None
     for config in (text, *([whole] if has_own else []), generation):

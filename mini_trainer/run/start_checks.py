@@ -41,16 +41,14 @@ USUAL_RATES = {
 FEW_UPDATES = 30  # optimizer updates below which a run gets a warning, unless --max-steps asks for so few
 
 
-def check_validation(
-    data: Mixture, validation: Mixture | None, objective: Objective | None, *, best_metric: str
-) -> None:
+def check_validation(data: Mixture, validation: Mixture | None, objective: Objective | None, *, metric: str) -> None:
     """ValueError if the validation data is for a different task, or cannot measure --best-metric."""
     if validation is not None:
         advice = ": tokenize one of them again with --labels-from the other"
         check_task(data, validation, option="--validation-data-path", advice=advice)
-    if objective is not None and best_metric not in objective.metrics:
+    if objective is not None and metric not in objective.metrics:
         raise ValueError(
-            f"--best-metric {best_metric}: validations of this objective and data have {', '.join(objective.metrics)}"
+            f"--best-metric {metric}: validations of this objective and data have {', '.join(objective.metrics)}"
         )
 
 
@@ -78,14 +76,12 @@ def check_placeholders(config: PreTrainedConfig, family: Family, data: Mixture) 
 
 def check_schedule(inputs: RunInputs, options: OptimizationOptions) -> None:
     """ValueError if the run exceeds the schedule that it shares."""
-    shared, before, own = options.schedule_steps, inputs.num_steps_before, inputs.num_steps
-    if shared is not None and own is None:
-        raise ValueError(f"--schedule-steps {shared}: the run has no end, and would exceed it: add --max-steps")
-    if shared is not None and before + own > shared:
+    most, before, own = options.schedule_steps, inputs.num_steps_before, inputs.num_steps
+    if most is not None and own is None:
+        raise ValueError(f"--schedule-steps {most}: the run has no end, and would exceed it: add --max-steps")
+    if most is not None and before + own > most:
         after = f", after {before:,} of the runs that it continues, are {before + own:,}" if before else " are more"
-        raise ValueError(
-            f"--schedule-steps {shared:,}: the run's {own:,} steps{after}: raise it, or end the run earlier"
-        )
+        raise ValueError(f"--schedule-steps {most:,}: the run's {own:,} steps{after}: raise it, or end the run earlier")
 
 
 def find_oddities(
@@ -128,9 +124,7 @@ def find_oddities(
         )
 
 
-def describe_few_updates(
-    num_updates: int, inputs: RunInputs, optimization: OptimizationOptions, end: EndOptions
-) -> str:
+def describe_few_updates(num_updates: int, inputs: RunInputs, o: OptimizationOptions, end: EndOptions) -> str:
     """Warning that a model learns little in so few updates, with values that give more."""
     flag, size = inputs.batching.flag.split()
     share = num_updates / FEW_UPDATES
@@ -141,7 +135,7 @@ def describe_few_updates(
     return (
         f"the run has only {num_updates} optimizer updates, in which a model learns little; {FEW_UPDATES} or more are"
         f" usual: {' or '.join([*advice, 'more data'])}. Usual learning rates of {name} are {rates}, this run's is"
-        f" {optimization.learning_rate:g}"
+        f" {o.learning_rate:g}"
     )
 
 

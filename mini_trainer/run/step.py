@@ -90,9 +90,7 @@ def train_step(
 
 def sum_ahead(model: PackedModel, batch: Batch, world: World) -> dict[str, Tensor]:
     """Sums that a global batch's losses share, over its micro-batches and ranks; empty if they share none.
-
-    This is an additional forward pass over the whole batch, without gradients.
-    """
+    This is an additional forward pass over the whole batch, without gradients."""
     totals: dict[str, Tensor] = {}
     for micro_batch in batch.micro_batches if model.looks_ahead else ():
         for name, own in model.look_ahead(micro_batch.to(world.device)).items():

@@ -125,9 +125,7 @@ def open_scores(inputs: RunInputs) -> Objective:
 
 def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> list[ScoreFile]:
     """Adds the scores to the data; returns the files of the `taught` sets, the only ones that are read.
-
-    ValueError for token ids beyond the model's vocabulary, from the padding rows of a server's head.
-    """
+    ValueError for token ids beyond the model's vocabulary, from the padding rows of a server's head."""
     files = {source: ScoreFile(source, name) for source in taught}
     for file in files.values():
         if file.sidecar["max_token_id"] >= data.vocab_size:
@@ -143,9 +141,7 @@ def add_scores(data: Mixture, name: str, taught: Sequence[TokenizedData]) -> lis
 
 def add_teacher(inputs: RunInputs, model: PackedModel, build: Callable[[ModelSource], PackedModel]) -> None:
     """Gives the model that reads rows its teacher, a `TeacherModel`. All ranks call this.
-
-    `model`: the model at the start of the run, before a checkpoint is restored; `build` makes another one.
-    """
+    `model`: the model at the start of the run, before a checkpoint is restored; `build` makes another one."""
     if inputs.objective.teacher.name == SELF:
         check_positions(model.model, longest=inputs.longest_taught)
         model.row_model.teacher = teacher = StartWeights(model)

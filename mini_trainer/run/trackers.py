@@ -164,9 +164,7 @@ class TrackerThread:
 
 class Trackers(Sink):
     """Passes steps and validations to every tracker (see `run.training_log.Sink`).
-
-    A checkpoint does not wait for them: it needs only the metrics files.
-    """
+    A checkpoint does not wait for them: it needs only the metrics files."""
 
     def __init__(self, trackers: dict[str, Tracker], run: TrackedRun):
         known = KnownRuns(run.output_dir)

@@ -22,8 +22,7 @@ NUM_STEPS_MEASURED, SECONDS_MEASURED = 5, 30.0  # either is enough for an estima
 
 
 class TimeLeft:
-    """Estimates the time to a run's end from its steps after the warm-up, which include what follows them: validations,
-    checkpoints, exports."""
+    """Estimates the time to a run's end from its steps after the warm-up, with validations, checkpoints and exports."""
 
     def __init__(self, *, first_step: int, num_steps: int | None):
         self.first_step, self.num_steps = first_step, num_steps
@@ -31,9 +30,7 @@ class TimeLeft:
 
     def after(self, step: int, now: float) -> float | None:
         """Seconds to the end of the run at the end of `step`; None for a run without an end, and until enough is known.
-
-        `now`: seconds on a clock that never goes back. Every step has to be reported.
-        """
+        `now`: seconds on a clock that never goes back. Every step has to be reported."""
         num_measured = step - self.first_step - NUM_WARM_UP_STEPS
         if self.num_steps is None or num_measured < 0:
             return None
@@ -124,9 +121,7 @@ class TrainingLog(Sink):
 
 class MetricsFile(Sink):
     """A JSON line per step, and in a separate file one per validation.
-
-    A run that resumes after `first_step` steps and `num_validations` keeps their lines and removes later ones.
-    """
+    A run that resumes after `first_step` steps and `num_validations` keeps their lines and removes later ones."""
 
     def __init__(self, output_dir: Path, *, first_step: int, num_validations: int):
         path = output_dir / METRICS_FILE
@@ -203,8 +198,7 @@ def write_line(metrics: dict[str, Any], file: TextIO) -> None:
 
 def keep_rows(path: Path, *, last_step: int, most: int | None = None) -> list[int]:
     """Removes from a metrics file the lines after `last_step`, or after `most` lines, written after the checkpoint, and
-    damaged ones, with a warning. Returns the steps of the others.
-    """
+    damaged ones, with a warning. Returns the steps of the others."""
     steps, damaged, late = [-1], [], []  # the steps kept, and the numbers of the other lines
     size, is_prefix = 0, True  # bytes of the lines kept, and whether these are the first ones
     for number, line, row in read_metrics(path):

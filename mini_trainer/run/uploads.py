@@ -111,9 +111,7 @@ class Store:
 
 class Uploads:
     """Uploads exports one at a time, on rank 0, in a thread that alone calls the place's `prepare` and `upload`.
-
-    A thread of an executor holds up an ordinary end of the process; runs end by `exit_process`, which does not wait.
-    """
+    A thread of an executor holds up an ordinary end of the process; runs end by `exit_process`, which does not wait."""
 
     def __init__(self, place: Hub | Store):
         self.place, self.has_told = place, False

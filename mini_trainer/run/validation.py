@@ -156,9 +156,7 @@ class Validations:
         self, state: TrainState, position: RunPosition, log: TrainingLog, exports: Exports, *, cap: int
     ) -> bool:
         """Validates the model at `position`, and exports it if it is the best so far; returns whether to stop early.
-
-        `cap`: tokens per rank and micro-batch.
-        """
+        `cap`: tokens per rank and micro-batch."""
         start, inputs, (metric, least) = time.monotonic(), self.inputs, self.options.deciding
         where = {
             "step": position.step,

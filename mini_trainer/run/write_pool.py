@@ -121,9 +121,7 @@ class WritePool:
 
     def add_file(self, path: Path, header: bytes, size: int) -> int:
         """Adds a new file of `size` bytes that begins with `header`, and is created by its first write.
-
-        Returns its number: files are best filled in this order.
-        """
+        Returns its number: files are best filled in this order."""
         self.files.append(HashedFile(path, header, size))
         return len(self.files) - 1
 
@@ -227,9 +225,7 @@ def encode_header(header: dict[str, Any]) -> bytes:
 
 class TensorFile:
     """A safetensors file, laid out from the dtypes and shapes of its tensors and filled in any order by `pool`.
-
-    The complete file is identical to one written by `safetensors.torch.save_file`.
-    """
+    The complete file is identical to one written by `safetensors.torch.save_file`."""
 
     def __init__(self, path: Path, tensors: dict[str, tuple[str, Sequence[int]]], pool: WritePool):
         self.pool = pool

@@ -147,7 +147,8 @@ def ask_server(found: FoundModel, recorded: dict[str, Any], url: str) -> list[Sa
     if not models:
         raise ValueError(f"--against {url}: the server lists no model")
     engine.model = models[0].id
-    requests = [Request(i, 0, Prompt(row={}, messages=prompt["messages"])) for i, prompt in enumerate(recorded["prompts"])]
+    prompts = [Prompt(row={}, messages=prompt["messages"]) for prompt in recorded["prompts"]]
+    requests = [Request(i, 0, prompt) for i, prompt in enumerate(prompts)]
     answers = {request.index: answer.text for request, answer in engine.answer(requests)}
     return [Said(None, None, text=answers[i]) for i in range(len(requests))]
 

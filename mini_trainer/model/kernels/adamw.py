@@ -25,9 +25,7 @@ def update_shard(
     number: int,
 ) -> None:
     """Updates contiguous fp32 or bf16 weights and their moments in place.
-
-    `maps`: values and borders of the signed code book and of the one of roots. `seed`, `number`: of the random bits.
-    """
+    `maps`: values and borders of the signed code book and of the one of roots. `seed`, `number`: of the random bits."""
     assert all(each.is_contiguous() for each in (weight, *state.values())), "a view, which the kernel would not update"
     is_coded = "exp_avg_codes" in state
     names = [f"exp_avg_{kind}" for kind in ("codes", "root_codes", "scales", "root_scales")]

@@ -66,9 +66,7 @@ def apply_kernels(model: nn.Module, blocks: nn.ModuleList) -> KernelSwitch:
 
 def is_covered(block: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a block keeps for backward only inputs of products, of attention and of kernels that compute in `dtype`.
-
-    Layers that keep more, such as experts, or adapters with dropout, have modules of other kinds.
-    """
+    Layers that keep more, such as experts, or adapters with dropout, have modules of other kinds."""
 
     def is_known(module: nn.Module) -> bool:
         params = [param for param in module._parameters.values() if param is not None]

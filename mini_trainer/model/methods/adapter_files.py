@@ -26,7 +26,7 @@ from mini_trainer.data.stores.model_files import GENERATION, check_values
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.limits import time_limit
 from mini_trainer.model.config import load_generation_file
-from mini_trainer.model.stored_tensors import Reader, check_finite, read_tensor
+from mini_trainer.model.stored_tensors import Readers, check_finite, read_tensor
 from mini_trainer.model.weights import grow_rows
 from mini_trainer.options.learning import MOST_RANK
 from mini_trainer.options.problems.finding import require
@@ -55,9 +55,7 @@ def match_names(
     pattern: str, names: Collection[str], *, where: str, before: str = r"(.*\.)?(?:", after: str = ")"
 ) -> list[str]:
     """The names that a pattern matches in full, between `before` and `after`; by default also from a dot to the end.
-
-    ValueError, beginning with `where`, for an invalid pattern, and for one that takes too long.
-    """
+    ValueError, beginning with `where`, for an invalid pattern, and for one that takes too long."""
     try:
         expression = re.compile(f"{before}{pattern}{after}")
         with time_limit(SECONDS):
@@ -210,9 +208,7 @@ def is_adapter(directory: Path) -> bool:
 
 def find_beside(adapter: Path | None, name: str) -> Path | None:
     """Directory of the adapter's own file `name`: the adapter's, or that of the merged model whose export contains it.
-
-    None without an adapter, and for adapters without the file, to which the base model's applies.
-    """
+    None without an adapter, and for adapters without the file, to which the base model's applies."""
     places = [] if adapter is None else [adapter, adapter.parent]
     return next((path for path in places if (path / name).is_file()), None)
 
@@ -319,7 +315,7 @@ def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> N
 
 def read_adapter(
     directory: Path, meta: "MetaModel", saved_names: dict[str, str], *, new: Collection[str], ties: bool
-) -> dict[str, Reader]:
+) -> Readers:
     """Returns a reader for each trained parameter that the adapter holds; `saved_names` has their names in the file,
     several for a parameter of tied modules, which share it in the adapter's own model too if it `ties` them.
 
@@ -354,7 +350,7 @@ def read_adapter(
     for keys, what in ((of_labels, "is for other labels"), (unused, "belongs to a part that this model does not have")):
         for key in sorted(keys):
             log.info(f"adapter {directory}: {key} {what}, and is left out")
-    readers: dict[str, Reader] = {}
+    readers: Readers = {}
     for saved, name in saved_names.items():
         if saved not in stored or saved in of_labels:
             continue

@@ -17,7 +17,7 @@ from mini_trainer.model.config import ModelSource
 from mini_trainer.model.fingerprints import fingerprint_model
 from mini_trainer.model.method import MetaModel, Method
 from mini_trainer.model.methods import adapter_files, lora_layers, nf4
-from mini_trainer.model.weights import Reader, WeightGroup, gather_all, gather_parameters
+from mini_trainer.model.weights import Readers, WeightGroup, gather_all, gather_parameters
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import DataOptions, LoRAOptions
@@ -93,9 +93,7 @@ class LoRA(Method):
         self.targets = lora_layers.choose_targets(meta, self.options, given=self.given)
         self.config = lora_layers.make_config(meta, self.options, self.targets, given=self.given)
 
-    def prepare(
-        self, meta: MetaModel, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
-    ) -> None:
+    def prepare(self, meta: MetaModel, readers: Readers, *, world: World, progress: Callable[[str], None]) -> None:
         stored = dict(readers)  # the base as stored on disk, for exports
         shapes = {name: param.shape for name, param in meta.model.named_parameters()}
         layers, renamed = self.replace_layers(meta)
@@ -123,9 +121,7 @@ class LoRA(Method):
 
     def replace_layers(self, meta: MetaModel) -> tuple[dict[str, nn.Module], dict[str, str]]:
         """Freezes the model, adds adapters to its layers, and packs the layers to quantize.
-
-        Returns peft's layers before packing, by name, and the original name of each base parameter.
-        """
+        Returns peft's layers before packing, by name, and the original name of each base parameter."""
         model = meta.model
         own_names = {id(param): name for name, param in model.named_parameters()}
         before = sum(param.numel() for param in model.parameters())
@@ -152,7 +148,7 @@ class LoRA(Method):
         self.num_by_token = sum(param.numel() for param in trained if param.requires_grad and meta.source.new_tokens)
         return layers, renamed
 
-    def fill(self, module: nn.Module, name: str, readers: dict[str, Reader], *, world: World) -> None:
+    def fill(self, module: nn.Module, name: str, readers: Readers, *, world: World) -> None:
         if isinstance(module, nf4.NF4Weight) and module.packed.is_meta:
             nf4.fill_packed(module, name, readers, world=world)
 
@@ -188,7 +184,7 @@ class LoRA(Method):
         self.adapter = gathered
         return self.merger.list_groups(gathered, dtype) if self.merges else []
 
-    def merge_given(self, readers: dict[str, Reader], dtype: torch.dtype) -> list[WeightGroup]:
+    def merge_given(self, readers: Readers, dtype: torch.dtype) -> list[WeightGroup]:
         """The merged model for a given adapter, without training. On rank 0, after `prepare`."""
         given = {name: readers[name]().float() for name in self.saved_names.values()}
         return self.merger.list_groups(given, dtype)

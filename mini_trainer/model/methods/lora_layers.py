@@ -25,7 +25,7 @@ from mini_trainer.model.method import MetaModel
 from mini_trainer.model.methods.adapter_files import ADAPTER_CONFIG, PREFIX, check_patterns, list_names, match_names
 from mini_trainer.model.methods.nf4 import NF4Linear
 from mini_trainer.model.precision import choose_types
-from mini_trainer.model.weights import Reader, WeightGroup
+from mini_trainer.model.weights import Readers, WeightGroup
 from mini_trainer.options import LoRAOptions
 
 if TYPE_CHECKING:
@@ -192,9 +192,7 @@ class TrainedModules:
 
 def choose_targets(meta: MetaModel, options: LoRAOptions, *, given: "LoraConfig | None") -> TrainedModules:
     """Chooses the layers that get an adapter, from options or from the config of the adapter to continue from.
-
-    ValueError for a name that matches nothing, and for options that adapters of experts do not support.
-    """
+    ValueError for a name that matches nothing, and for options that adapters of experts do not support."""
     model = meta.model
     in_blocks, in_towers = find_linear_layers(model, meta.blocks), meta.family.find_tower_layers(model)
     layers = [name for name in (*in_blocks, *in_towers) if model.get_submodule(name).weight.requires_grad]
@@ -272,9 +270,7 @@ def list_others(model: PreTrainedModel, chosen: list[str]) -> list[str]:
 
 def choose_names(patterns: Iterable[str], names: list[str], flag: str) -> list[str]:
     """The names that match one of `patterns`, names or regular expressions, as a whole or from a dot to the end.
-
-    ValueError for a pattern that matches none.
-    """
+    ValueError for a pattern that matches none."""
     chosen = set()
     for pattern in patterns:
         found = match_names(pattern, names, where=flag)
@@ -367,9 +363,7 @@ def is_adapter(name: str) -> bool:
 
 def find_saved_names(model: PreTrainedModel) -> dict[str, str]:
     """Maps every name in an adapter's file to the trained parameter that it holds.
-
-    A head that is tied to the embedding is included: a model that the adapter is loaded into has two modules.
-    """
+    A head that is tied to the embedding is included: a model that the adapter is loaded into has two modules."""
     from peft import get_peft_model_state_dict
 
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -381,7 +375,7 @@ def find_saved_names(model: PreTrainedModel) -> dict[str, str]:
     return {f"{PREFIX}{key}": name for key, name in names.items()}
 
 
-def make_initial(layers: dict[str, nn.Module], read_base: Callable[[str], Tensor], *, seed: int) -> dict[str, Reader]:
+def make_initial(layers: dict[str, nn.Module], read_base: Callable[[str], Tensor], *, seed: int) -> Readers:
     """Returns readers of initial values for all adapter parameters: peft's own initialization, seeded by `seed`.
 
     A is uniform, B zero, and DoRA's magnitude the norm of the weight's rows, so that the adapters change nothing at
@@ -415,12 +409,11 @@ class Merger:
         model: PreTrainedModel,
         layers: dict[str, nn.Module],
         renamed: dict[str, str],
-        stored: dict[str, Reader],
+        stored: Readers,
         *,
         shapes: dict[str, torch.Size],
     ):
-        """`renamed` maps each base parameter's name in `model` with adapters to its original name; `shapes` has its
-        shape by original name."""
+        """`renamed`: base parameters' original names, by their names in `model`; `shapes`: theirs by original name."""
         self.model, self.layers, self.renamed, self.stored, self.shapes = model, layers, renamed, stored, shapes
         saved = model.state_dict().keys()
         self.buffers = [name for name, _ in model.named_buffers() if name in saved]
@@ -434,9 +427,8 @@ class Merger:
         types = choose_types(self.model, self.renamed.values(), dtype)
 
         def group(names: Iterable[str], gather: Callable[[], dict[str, Tensor]]) -> WeightGroup:
-            return WeightGroup(
-                {name: torch.empty(self.shapes[name], dtype=types[name], device="meta") for name in names}, gather
-            )
+            shapes = {name: torch.empty(self.shapes[name], dtype=types[name], device="meta") for name in names}
+            return WeightGroup(shapes, gather)
 
         def merge(prefix: str, layer: nn.Module) -> dict[str, Tensor]:
             return {name: weight.to(types[name]) for name, weight in self.merge_layer(prefix, layer, trained).items()}

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mini_trainer.distributed.world import World, broadcast_from_rank0
 from mini_trainer.model.blocks import is_linear
-from mini_trainer.model.weights import Reader
+from mini_trainer.model.weights import Readers
 
 BLOCK = 64  # weights that share a scale
 SCALE_BLOCK = 256  # scales that share a second-level scale
@@ -98,9 +98,7 @@ class PackedProduct(torch.autograd.Function):
 
 def measure_parts(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Bytes of the fp32 numbers, the scales and the codes of a packed weight.
-
-    Scales and codes of each matrix are padded to whole blocks, so that all matrices are unpacked at once.
-    """
+    Scales and codes of each matrix are padded to whole blocks, so that all matrices are unpacked at once."""
     num_matrices, num_blocks, num_groups = count_blocks(shape)
     num_floats = num_matrices * num_groups + NUM_CODES + num_matrices
     return 4 * num_floats, num_matrices * num_groups * SCALE_BLOCK, num_matrices * num_blocks * BLOCK // 2
@@ -162,7 +160,7 @@ def split_floats(floats: Tensor, num_matrices: int) -> tuple[Tensor, Tensor, Ten
     return floats.split([len(floats) - NUM_CODES - num_matrices, NUM_CODES, num_matrices])
 
 
-def fill_packed(layer: NF4Weight, name: str, readers: dict[str, Reader], *, world: World) -> None:
+def fill_packed(layer: NF4Weight, name: str, readers: Readers, *, world: World) -> None:
     """Fills a meta layer with rank 0's weight, packed before broadcasting: only one weight is ever unpacked."""
     packed = None
     if world.rank == 0:
@@ -262,10 +260,7 @@ class PackedGroupedProduct(torch.autograd.Function):
 
 def pack_experts(blocks: nn.ModuleList, *, compute_dtype: torch.dtype, kept: Container[nn.Parameter]) -> bool:
     """Replaces the frozen weights of fused experts by `NF4Experts`, where transformers multiplies them in groups,
-    except those in `kept`.
-
-    Returns whether there are any.
-    """
+    except those in `kept`. Returns whether there are any."""
     found = [
         (module, name, param)
         for module in blocks.modules()

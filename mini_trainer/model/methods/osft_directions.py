@@ -23,8 +23,8 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.hashed_tensors import open_hashed, read_hashed, write_hashed
 from mini_trainer.model.method import MetaModel
-from mini_trainer.model.methods import osft_subspaces
-from mini_trainer.model.weights import Reader, find_types
+from mini_trainer.model.methods import osft_subspaces as subspaces
+from mini_trainer.model.weights import Readers, find_types
 from mini_trainer.objectives.families.family import Family, Row
 from mini_trainer.objectives.families.text_tower import count_logits, find_blocks
 from mini_trainer.objectives.objective import PackedModel, Unlabeled
@@ -69,7 +69,7 @@ def open_calibration_data(path: str, tokenizer: PreTrainedTokenizerBase, *, max_
 def check_statistics(statistics: Statistics, targets: dict[str, nn.Linear | Conv1D]) -> None:
     """Refuses statistics of a model with different layers."""
     for name, module in targets.items():
-        in_features = osft_subspaces.weight_shape(module)[1]
+        in_features = subspaces.weight_shape(module)[1]
         if name not in statistics.inputs or len(statistics.covariance(name)) != in_features:
             raise ValueError(
                 f"--osft-statistics: has nothing about the {in_features} inputs of {name}: these are statistics of"
@@ -225,7 +225,7 @@ class Recorder:
         """`recorded`: covariances of earlier passes; `room`: bytes for those of this one. There is always one."""
         model = packed_model.model
         self.names = {module: name for name, module in model.named_modules()}
-        self.layers = osft_subspaces.find_targets(model, find_blocks(model), patterns)
+        self.layers = subspaces.find_targets(model, find_blocks(model), patterns)
         self.recorded, self.room = recorded, room
         self.row: Row | None = None  # this rank's part of a packed row, of whose tokens the first count
         self.num_counted = 0
@@ -300,17 +300,15 @@ UNKNOWN_ENERGY_RATIO = 0.5  # unfreeze rank ratio that plans assume with --osft-
 
 class Directions:
     """The directions of a model's targets, and how many of them are kept.
-
-    Invariant: every target keeps at least the directions that earlier tasks have kept of it.
-    """
+    Invariant: every target keeps at least the directions that earlier tasks have kept of it."""
 
     def __init__(self, meta: MetaModel, options: OSFTOptions):
         self.options, self.meta = options, meta
-        self.targets: dict[str, nn.Linear | Conv1D] = osft_subspaces.find_targets(
+        self.targets: dict[str, nn.Linear | Conv1D] = subspaces.find_targets(
             meta.model, meta.blocks, options.osft_target_patterns
         )
         self.shapes = {
-            name: osft_subspaces.oriented_shape(module, options.osft_basis) for name, module in self.targets.items()
+            name: subspaces.oriented_shape(module, options.osft_basis) for name, module in self.targets.items()
         }
         self.statistics = Statistics()
         self.num_earlier: dict[str, int] = {}  # directions that --osft-bases keeps in each target; empty without it
@@ -324,31 +322,29 @@ class Directions:
     @property
     def of_inputs(self) -> bool:
         """Whether they come from activations."""
-        return osft_subspaces.BASES[self.options.osft_basis]
+        return subspaces.BASES[self.options.osft_basis]
 
     def assume(self) -> dict[str, int]:
         """Number of directions to keep in each target, if known without weights."""
         self.types = self.find_types()
-        self.num_earlier = osft_subspaces.count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
+        self.num_earlier = subspaces.count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
         ratio = self.options.osft_unfreeze_rank_ratio
         ratio = UNKNOWN_ENERGY_RATIO if ratio is None else ratio
         return self.keep_earlier(
-            {name: osft_subspaces.count_kept(columns, ratio) for name, columns in self.num_columns.items()}
+            {name: subspaces.count_kept(columns, ratio) for name, columns in self.num_columns.items()}
         )
 
     def compute(
-        self, statistics: Statistics, readers: dict[str, Reader], *, world: World, progress: Callable[[str], None]
+        self, statistics: Statistics, readers: Readers, *, world: World, progress: Callable[[str], None]
     ) -> dict[str, int]:
         """Decomposes the targets; returns the number of directions to keep in each. All ranks call this.
-
-        ValueError if nothing would train, or if the statistics lack a target.
-        """
+        ValueError if nothing would train, or if the statistics lack a target."""
         self.statistics = statistics
         if self.of_inputs:
             call_on_rank0(world, lambda: check_statistics(statistics, self.targets))
         self.types = call_on_rank0(world, self.find_types)
         self.num_earlier = call_on_rank0(
-            world, lambda: osft_subspaces.count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
+            world, lambda: subspaces.count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
         )
 
         # Count kept directions first, if possible without decompositions: errors then show before hours of these.
@@ -363,10 +359,10 @@ class Directions:
         def get_matrix(name: str) -> Tensor:
             matrix, earlier = self.read_matrix(name, readers), self.read_earlier(name)
             if earlier is not None:
-                matrix = osft_subspaces.restrict(matrix, earlier, device=world.device)
+                matrix = subspaces.restrict(matrix, earlier, device=world.device)
             return matrix.to(dtype)
 
-        self.files = osft_subspaces.prepare_subspaces(
+        self.files = subspaces.prepare_subspaces(
             self.list_free_shapes(),
             get_matrix,
             dtype=dtype,
@@ -377,36 +373,32 @@ class Directions:
         return call_on_rank0(world, lambda: self.count_by_energy(num_kept)) if self.of_inputs else num_kept
 
     def list_free_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of the matrices to decompose, for each target that earlier tasks do not keep as a whole (see
-        `restrict`)."""
+        """Shapes of the matrices to decompose, of each target that earlier tasks do not keep whole (see `restrict`)."""
         free = {name: columns - self.num_earlier.get(name, 0) for name, columns in self.num_columns.items()}
-        return {
-            name: (number if self.of_inputs else self.shapes[name][0], number)
-            for name, number in free.items()
-            if number
-        }
+        free = {name: number for name, number in free.items() if number}
+        return {name: (number if self.of_inputs else self.shapes[name][0], number) for name, number in free.items()}
 
     def find_types(self) -> dict[str, torch.dtype]:
         types = find_types(self.meta.source, self.meta.model, (f"{name}.weight" for name in self.targets))
         return {name: types[f"{name}.weight"] for name in self.targets}
 
-    def read_matrix(self, name: str, readers: dict[str, Reader]) -> Tensor:
+    def read_matrix(self, name: str, readers: Readers) -> Tensor:
         """The target's weight A, or the covariance of its inputs. On rank 0."""
         if self.of_inputs:
             return self.statistics.covariance(name)
         module = self.targets[name]
         weight = readers[f"{name}.weight"]()
-        return osft_subspaces.orient(
-            weight, on_input=osft_subspaces.is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D)
+        return subspaces.orient(
+            weight, on_input=subspaces.is_on_input(module, "weights"), is_conv1d=isinstance(module, Conv1D)
         )
 
-    def read_earlier(self, name: str) -> osft_subspaces.Bases | None:
+    def read_earlier(self, name: str) -> subspaces.Bases | None:
         """The target's directions after earlier tasks; None if these keep nothing of it. On rank 0."""
-        return osft_subspaces.read_bases(Path(self.options.osft_bases), name) if self.num_earlier.get(name, 0) else None
+        return subspaces.read_bases(Path(self.options.osft_bases), name) if self.num_earlier.get(name, 0) else None
 
     def read(self, name: str) -> dict[str, Tensor]:
         """A target's subspace as `fill_layer` needs it, with directions of the whole layer. On rank 0."""
-        subspace = osft_subspaces.read_subspace(self.files[name])
+        subspace = subspaces.read_subspace(self.files[name])
         if (earlier := self.read_earlier(name)) is not None:
             subspace["basis"] = (earlier.V_free.double() @ subspace["basis"].double()).float()
             subspace["U_earlier"] = earlier.U_kept
@@ -418,7 +410,7 @@ class Directions:
     def count_by_ratio(self) -> dict[str, int]:
         """Number of directions to keep in each target; on rank 0. ValueError if nothing would train."""
         ratio = self.options.osft_unfreeze_rank_ratio
-        wanted = {name: osft_subspaces.count_kept(columns, ratio) for name, columns in self.num_columns.items()}
+        wanted = {name: subspaces.count_kept(columns, ratio) for name, columns in self.num_columns.items()}
         num_kept = self.keep_earlier(wanted)
         self.refuse_nothing(num_kept, "--osft-unfreeze-rank-ratio", ratio)
         warn_of_full(self.num_earlier, wanted, ratio=ratio)
@@ -445,7 +437,7 @@ class Directions:
         free = (
             torch.zeros(0, dtype=torch.float64)
             if file is None
-            else osft_subspaces.read_subspace(file)["singular_values"].square()
+            else subspaces.read_subspace(file)["singular_values"].square()
         )
         if num_earlier == 0:
             return free

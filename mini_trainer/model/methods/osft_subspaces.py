@@ -35,10 +35,7 @@ def find_targets(
     model: PreTrainedModel, blocks: nn.ModuleList, patterns: tuple[str, ...]
 ) -> dict[str, nn.Linear | Conv1D]:
     """The linear layers inside the blocks whose names contain one of `patterns`; all layers without patterns. Routers
-    that stay in fp32 in a bfloat16 model are none of them.
-
-    ValueError for a pattern that no layer's name contains.
-    """
+    that stay in fp32 in a bfloat16 model are none of them. ValueError for a pattern that no layer's name contains."""
     found = find_linear_layers(model, blocks)
     types = choose_types(model, (f"{name}.weight" for name in found), torch.bfloat16)
     layers = {name: layer for name, layer in found.items() if types[f"{name}.weight"] == torch.bfloat16}
@@ -242,9 +239,7 @@ def hash_bases(path: Path) -> str:
 
 def count_earlier(option: str | None, shapes: dict[str, tuple[int, int]], basis: str) -> dict[str, int]:
     """Number of directions that earlier tasks keep in each layer of shape (L, s); empty without `--osft-bases`.
-
-    ValueError if the file belongs to other layers or to another `--osft-basis`.
-    """
+    ValueError if the file belongs to other layers or to another `--osft-basis`."""
     if option is None:
         return {}
     if option == NEW:

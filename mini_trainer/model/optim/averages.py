@@ -20,8 +20,7 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, *, half_life: int | None = None, first_step: int = 0):
-        """`half_life`: of ema, in samples; without it it is tail. `first_step`: the first optimizer step, 0-based, that
-        enters it."""
+        """`half_life`: of ema, in samples; None: tail. `first_step`: the first step, 0-based, that enters it."""
         self.params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         with memory_kind("optimizer"):
             self.values: dict[str, Tensor] = {name: param.detach().clone() for name, param in self.params.items()}
@@ -70,8 +69,7 @@ class WeightAverage:
 
 
 def find_first_step(options: OptimizationOptions, *, end: int | None) -> int | None:
-    """The first optimizer step, 0-based, that enters the average; None without one. `end`: steps up to the run's end,
-    which tail needs."""
+    """The first step, 0-based, that enters the average; None without one. `end`: the run's last step, for tail."""
     match options.weight_average:
         case "none":
             return None

@@ -145,9 +145,7 @@ def make_generator(seed: int, step: int, param: DTensor) -> torch.Generator:
 
 def round_to_bf16(value: Tensor, bits: Tensor) -> Tensor:
     """Rounds fp32 numbers stochastically, in place, to values representable in bf16, without bias.
-
-    bf16 is the upper half of fp32's bits: 16 random bits are added to the lower half, which is then truncated.
-    """
+    bf16 is the upper half of fp32's bits: 16 random bits are added to the lower half, which is then truncated."""
     value.view(torch.int32).add_(bits).bitwise_and_(-(2**16))
     return value
 
@@ -174,9 +172,7 @@ def encode(value: Tensor, codes: Tensor, scales: Tensor, *, is_signed: bool) -> 
 @functools.lru_cache
 def load_map(is_signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """The 256 values of the code book, ascending, and the 255 midpoints between them.
-
-    Dettmers 2015 (arXiv 1511.04561): seven decades below 1, each with twice as many values as the one below it.
-    """
+    Dettmers 2015 (arXiv 1511.04561): seven decades below 1, each with twice as many values as the one below it."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = np.linspace(0.1, 1, 2 ** (decade if is_signed else decade + 1) + 1)

@@ -26,9 +26,7 @@ from mini_trainer.options import OptimizationOptions
 @dataclass(frozen=True)
 class Layout:
     """How the outputs of several matrices lie in one weight: in `num_groups` runs of `sizes` after one another.
-
-    Queries, keys and values in one weight are one run of three sizes; interleaved by heads, a run for each head.
-    """
+    Queries, keys and values in one weight are one run of three sizes; interleaved by heads, a run for each head."""
 
     sizes: tuple[int, ...] = ()  # outputs of each matrix in a run; none: the weight is one matrix
     num_groups: int = 1
@@ -128,9 +126,7 @@ def find_family(config: PreTrainedConfig) -> dict[str, str]:
 
 def find_matrices(model: nn.Module) -> dict[str, Layout]:
     """Layouts of the trained matrices between hidden states, by their names in `model`.
-
-    ValueError if the model's family, or a weight with two dimensions or more, is in no table.
-    """
+    ValueError if the model's family, or a weight with two dimensions or more, is in no table."""
     config = next(module.config for module in model.modules() if isinstance(module, PreTrainedModel))
     kinds, decayed, found = find_family(config), find_decayed(model), {}
     for name, param in model.named_parameters():
@@ -152,9 +148,7 @@ COEFFICIENTS, NUM_ITERATIONS, EPS, MOMENTUM = (3.4445, -4.775, 2.0315), 5, 1e-7,
 
 def orthogonalize(matrix: Tensor) -> Tensor:
     """About U V^T of the singular value decomposition U S V^T of `matrix` (..., m, n), by five steps of Newton-Schulz.
-
-    Singular values end between 0.7 and 1.2 (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
-    """
+    Singular values end between 0.7 and 1.2 (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)."""
     a, b, c = COEFFICIENTS
     add = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     is_tall = matrix.shape[-2] > matrix.shape[-1]
@@ -270,10 +264,8 @@ class Muon(CompactAdamW):
         """The update of the unit's matrices, divided by the first one's scale."""
         scales = [scale_of(*shape) for shape in unit.shapes]
         parts = [orthogonalize(part) for part in unit.layout.cut(direction)]
-        parts = [
-            part if scale == scales[0] else part * (scale / scales[0])
-            for part, scale in zip(parts, scales, strict=True)
-        ]
+        ratios = [scale / scales[0] for scale in scales]
+        parts = [part if ratio == 1 else part * ratio for part, ratio in zip(parts, ratios, strict=True)]
         return unit.layout.join(parts)
 
     def apply(self, unit: Unit, update: Tensor) -> None:

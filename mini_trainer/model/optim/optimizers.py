@@ -116,9 +116,7 @@ class Rates:
 
 def choose_rates(model: nn.Module, options: OptimizationOptions) -> dict[str, Rates]:
     """The rates of each trained parameter, by name.
-
-    ValueError if a pattern of --learning-rate-for matches no parameter.
-    """
+    ValueError if a pattern of --learning-rate-for matches no parameter."""
     peak = options.learning_rate
     patterns = {pattern: values for pattern, *values in map(parse_rate, options.learning_rate_for)}
     names = {name: name_of_file(name) for name, param in model.named_parameters() if param.requires_grad}
@@ -147,9 +145,7 @@ def name_of_file(name: str) -> str:
 
 class AdamW:
     """The base class of optimizers: how one is built, and its cost. The defaults are those of AdamW in fp32.
-
-    It is torch's, fused, if the weights are fp32, else `CompactAdamW`.
-    """
+    It is torch's, fused, if the weights are fp32, else `CompactAdamW`."""
 
     is_8bit = False  # whether moments are stored in 8 bits
 
@@ -170,7 +166,7 @@ class AdamW:
 
         return CompactAdamW(groups, **settings, is_8bit=self.is_8bit, seed=seed)
 
-    def count_bytes(self, param: torch.Tensor, *, is_matrix: bool) -> int:
+    def count_bytes(self, param: Tensor, *, is_matrix: bool) -> int:
         """Bytes of the state of a parameter, or of its shard; `is_matrix`: one of `find_matrices`."""
         return 8 * param.numel()
 
@@ -195,7 +191,7 @@ class AdamW8bit(AdamW):
 
     is_8bit = True
 
-    def count_bytes(self, param: torch.Tensor, *, is_matrix: bool) -> int:
+    def count_bytes(self, param: Tensor, *, is_matrix: bool) -> int:
         from mini_trainer.model.optim.compact_adamw import BLOCK_SIZE
 
         if param.ndim < 2:
@@ -239,9 +235,7 @@ def set_step(optimizer: Optimizer, *, step: int, learning_rate: float) -> None:
             group["step"] = step
 
 
-def count_state_bytes(
-    params: Iterable[tuple[str, torch.Tensor]], model: nn.Module, options: OptimizationOptions
-) -> int:
+def count_state_bytes(params: Iterable[tuple[str, Tensor]], model: nn.Module, options: OptimizationOptions) -> int:
     """Bytes of optimizer state for these trained parameters of `model`, by their names in it, or for shards of them."""
     chosen = open_optimizer(options)
     matrices = chosen.find_matrices(model)
@@ -255,12 +249,12 @@ def state_keys(optimizer: Optimizer, param: DTensor) -> set[str]:
 
 
 @torch.no_grad()  # with gradients, to_local would record a view of each
-def local_gradients(model: nn.Module) -> list[torch.Tensor]:
+def local_gradients(model: nn.Module) -> list[Tensor]:
     """This rank's shards of all gradients."""
     return [p.grad.to_local() for p in model.parameters() if p.grad is not None]
 
 
-def clip_gradients(gradients: list[torch.Tensor], *, grad_norm: float, max_grad_norm: float | None) -> None:
+def clip_gradients(gradients: list[Tensor], *, grad_norm: float, max_grad_norm: float | None) -> None:
     """Scales the gradients in place so that their global norm, now `grad_norm`, is at most `max_grad_norm`."""
     if max_grad_norm is not None and grad_norm > max_grad_norm:
         torch._foreach_mul_(gradients, max_grad_norm / grad_norm)

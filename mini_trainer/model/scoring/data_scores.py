@@ -45,9 +45,7 @@ def score_data(
     progress: Callable[[str], None] | None = None,
 ) -> DataScores:
     """The scores of `data`, summed over each data set, or for each sample. All ranks call this.
-
-    `cap`: tokens of a micro-batch on one rank. `progress` hears of every micro-batch; without it there is a bar.
-    """
+    `cap`: tokens of a micro-batch on one rank. `progress` hears of every micro-batch; without it there is a bar."""
     cap = max(cap * count_sharing(world.row_group), data.longest)
     batches = list(plan_batches(data, cap, attention_cost=count_flops(model.model).attention_cost, world=world))
     counter = range(len(batches)) if progress else show_progress(range(len(batches)), "samples", unit="batch")

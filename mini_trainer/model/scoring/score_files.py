@@ -206,8 +206,7 @@ class ScoreColumn:
 
 
 def summarize_scores(path: Path, top_k: int) -> dict[str, Any]:
-    """The largest id, means over a file's tokens (the teacher's loss, the probability of tokens not named), and the
-    file's size and hash."""
+    """The largest id, means over a file's tokens (loss, probability of tokens not named), and its size and hash."""
     record_type, loss, tail, count, largest = make_record_type(top_k), 0.0, 0.0, 0, 0
     digest = hashlib.sha256()
     with open_regular(path) as file:

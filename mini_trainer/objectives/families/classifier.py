@@ -87,9 +87,7 @@ class ClassifierFamily(family.Family):
         self.labels.write_into(config)
         return self.auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
-    def load_model(
-        self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
-    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    def load_model(self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool) -> family.Loaded:
         return self.auto_class.from_pretrained(
             model_dir,
             num_labels=len(self.labels.names),

@@ -5,7 +5,6 @@ Ranks can share a row (--context-parallel): it is split into parts, and gathered
 sequences, L tokens of one of them, N targets, or ranks that share a row, H hidden size, V vocabulary size.
 """
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -22,6 +21,7 @@ from mini_trainer.distributed.world import RowGroup
 from mini_trainer.objectives.families.text_tower import LeftOut, find_decoder
 
 Part = TypeVar("Part")
+Loaded = tuple[PreTrainedModel, dict[str, Any]]  # with transformers' report of missing and mismatched weights
 
 
 @dataclass
@@ -44,8 +44,8 @@ class Row:
     has_targets: Tensor  # (n,) bool: whether each sequence has any; `Objective.pack` sets it
     is_two_sided: bool = False  # whether bidirectional attention is allowed
     blocks: Blocks | None = None
-    chunks: "Row | None" = None  # the same row with borders inside sequences (see `chunk_sequences`)
-    # The ranks that share the row: this is a part of it, with the whole row's borders (see take_part). None: all of it.
+    chunks: "Row | None" = None  # the same row with borders inside sequences (see `row_parts`)
+    # The ranks that share the row: this is a part of it, with the whole row's borders. None: all of it.
     row_group: RowGroup | None = None
 
 
@@ -74,16 +74,13 @@ class Targets:
         raise NotImplementedError(f"{type(self).__name__} cannot be divided over the ranks that share a row")
 
     def gather(self, row_group: RowGroup, *, num_tokens: int) -> "Targets":
-        """The targets of all parts of a row, limited to its first `num_tokens` tokens. All ranks of the group call
-        this."""
+        """The targets of all parts of a row, of its first `num_tokens` tokens. All ranks of the group call this."""
         raise NotImplementedError(f"{type(self).__name__} cannot be divided over the ranks that share a row")
 
 
 class MicroBatch:
     """Input of one forward and backward pass on one rank.
-
-    A plain class, since it is passed to blocks: FSDP's hooks would descend into a dataclass and cast its tensors.
-    """
+    A plain class, since it is passed to blocks: FSDP's hooks would descend into a dataclass and cast its tensors."""
 
     def __init__(self, row: Row, targets: Targets, *, extras: Any = None):
         """`extras`: the family's additional inputs."""
@@ -132,51 +129,6 @@ def pack_row(sequences: Sequence[np.ndarray]) -> Row:
     )
 
 
-def chunk_sequences(row: Row, size: int) -> Row:
-    """Adds a border after every `size` tokens of each sequence, for chunked attention."""
-    lengths = [min(size, length - start) for length in row.seq_lengths for start in range(0, length, size)]
-    device = row.cu_seqlens.device
-    borders = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
-    cu_seqlens = borders.to(device, non_blocking=True)  # without pinned memory the host would wait
-    return replace(row, cu_seqlens=cu_seqlens, max_seqlen=max(lengths), seq_lengths=lengths)
-
-
-LEAST_TOKENS = 2  # minimum tokens per part: torch.compile specializes on sizes 0 and 1
-
-
-def take_part(row: Row, row_group: RowGroup) -> tuple[Row, slice]:
-    """Returns this rank's part of a packed row, with the whole row's borders, and its slice of the row.
-
-    The row is padded to N parts of equal length by an additional sequence without targets.
-    """
-    num_tokens = row.input_ids.shape[1]
-    length = max(LEAST_TOKENS, -(-num_tokens // row_group.size))
-    row = fill_up(row, length * row_group.size - num_tokens)
-    part = slice(row_group.rank * length, (row_group.rank + 1) * length)
-    return replace(
-        row,
-        input_ids=row.input_ids[:, part].contiguous(),
-        position_ids=row.position_ids[:, part].contiguous(),
-        row_group=row_group,
-    ), part
-
-
-def fill_up(row: Row, num_more: int) -> Row:
-    """Appends a sequence of `num_more` tokens to the row."""
-    if num_more == 0:
-        return row
-    lengths = [*row.seq_lengths, num_more]
-    return replace(
-        row,
-        input_ids=torch.nn.functional.pad(row.input_ids, (0, num_more), value=0),
-        position_ids=torch.cat([row.position_ids, torch.arange(num_more)[None]], dim=1),
-        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
-        max_seqlen=max(lengths),
-        seq_lengths=lengths,
-        has_targets=torch.nn.functional.pad(row.has_targets, (0, 1)),
-    )
-
-
 def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[str, Any]:
     """Arguments of a base model's forward pass over the packed row."""
     row = micro_batch.row
@@ -194,9 +146,7 @@ def describe_row(micro_batch: MicroBatch, *, pad_position: int | None) -> dict[s
 
 def number_positions(row: Row, *, pad_position: int | None) -> Tensor:  # (1, T)
     """Each token's position in its sequence, from 0, or, if padding has a position (RoBERTa), from the next one.
-
-    In the second case padding tokens get that position and are not counted, as in the model's own forward.
-    """
+    In the second case padding tokens get that position and are not counted, as in the model's own forward."""
     if pad_position is None:
         return row.position_ids
     is_counted = (row.input_ids != pad_position).long()
@@ -303,9 +253,7 @@ class Family(ABC):
         """Makes a model with this config, randomly initialized, on torch's default device."""
 
     @abstractmethod
-    def load_model(
-        self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
-    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    def load_model(self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool) -> Loaded:
         """Loads the model; also returns transformers' report of missing and mismatched weights."""
 
     @abstractmethod

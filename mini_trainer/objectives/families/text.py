@@ -5,7 +5,6 @@ vocabulary size, E experts, K of them chosen for a token.
 """
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
-from mini_trainer.distributed.world import sum_parts
 from mini_trainer.objectives.families import family, text_tower
 
 GLOBAL_BATCH = "global-batch"  # --router-loss-over: all loads are counted ahead
@@ -61,9 +59,7 @@ class TextFamily(family.Family):
         self.check_router_loss(model)
         return model
 
-    def load_model(
-        self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
-    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    def load_model(self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool) -> family.Loaded:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
         return choose_auto_class(config).from_pretrained(
             model_dir,
@@ -117,9 +113,7 @@ def find_lost_scale(config: PreTrainedConfig) -> str | None:
 @dataclass(frozen=True)
 class Projection:
     """The computation of logits: softcap * tanh((hidden @ weight.T + bias) / softcap).
-
-    Without `softcap`, hidden @ weight.T + bias. Soft-capping: Gemma 2, arXiv 2408.00118, section 2.
-    """
+    Without `softcap`, hidden @ weight.T + bias. Soft-capping: Gemma 2, arXiv 2408.00118, section 2."""
 
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H), the head's
@@ -151,12 +145,15 @@ class TextRowModel(family.RowModel):
 
     def encode(self, micro_batch: family.MicroBatch, *, shared: Tensor | None = None) -> family.Encoded:
         if self.chunk_size is not None:
-            chunks = family.chunk_sequences(micro_batch.row, self.chunk_size)
+            from mini_trainer.objectives.families.row_parts import chunk_sequences
+
+            chunks = chunk_sequences(micro_batch.row, self.chunk_size)
             micro_batch = micro_batch.replace(row=replace(micro_batch.row, chunks=chunks))
         inputs = family.describe_row(micro_batch, pad_position=self.pad_position) | self.embed(micro_batch)
         outputs = text_tower.find_decoder(self.model)(**inputs, **self.routed)
         if not self.router_aux_loss:
             return family.Encoded(outputs.last_hidden_state)
+        from mini_trainer.objectives.families.routers import sum_router_losses
 
         router_sum, loads = sum_router_losses(
             outputs.router_logits, micro_batch.row, num_chosen=count_chosen(self.model), loads_of_batch=shared
@@ -245,45 +242,3 @@ def count_chosen(model: PreTrainedModel) -> int:
     """Number of experts per token; 0 for a model without experts."""
     of_model = getattr(model, "num_experts_per_tok", None)
     return of_model or getattr(text_tower.text_config(model.config), "num_experts_per_tok", None) or 0
-
-
-def sum_router_losses(
-    router_logits: Sequence[Tensor],  # (T, E) for each layer
-    row: family.Row,
-    *,
-    num_chosen: int,
-    loads_of_batch: Tensor | None = None,  # (E,)
-) -> tuple[Tensor, Tensor]:
-    """Returns the sum over sequences of tokens x loss, an fp32 scalar, and the experts' loads, (layers, E) fp32.
-
-    With `loads_of_batch`, over all layers and the whole global batch, the sum is this row's term of tokens x loss of
-    the global batch: the loss is linear in the probabilities, and loads have no gradient.
-
-    Sequences without targets do not count, such as those of an idle rank. If several ranks share the row, the tokens
-    are this rank's, the borders are the whole row's, and the results are this rank's terms of the sums over ranks.
-    """
-    (num_tokens, num_experts), cu_seqlens, row_group = router_logits[0].shape, row.cu_seqlens, row.row_group
-    first = 0 if row_group is None else row_group.rank * num_tokens
-    positions = torch.arange(first, first + num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    sequence_of = torch.searchsorted(cu_seqlens, positions, right=True) - 1  # (T,)
-    lengths = cu_seqlens.diff().float()  # (n,)
-    counts = row.has_targets.float()  # (n,)
-    probs = lengths.new_zeros(len(lengths), num_experts)  # summed over layers and tokens
-    chosen = torch.zeros_like(probs)
-    loads = []
-    for logits in router_logits:
-        layer_probs = torch.softmax(logits, dim=-1)
-        picks = torch.zeros_like(layer_probs, dtype=torch.float32)
-        picks.scatter_(1, layer_probs.topk(num_chosen, dim=-1).indices, 1.0)
-        picks = torch.zeros_like(probs).index_add_(0, sequence_of, picks)  # (n, E)
-        probs = probs.index_add(0, sequence_of, layer_probs.float())
-        chosen += picks
-        loads.append((picks * counts[:, None]).sum(0))
-    loads = torch.stack(loads).detach()
-    if loads_of_batch is not None:
-        shares = (num_chosen * loads_of_batch / loads_of_batch.sum().clamp(min=1)).float()  # of tokens and layers
-        return num_experts * (probs * counts[:, None]).sum(0) @ shares / len(router_logits), loads
-    chosen = sum_parts(chosen, row_group)
-    num_rows = lengths * len(router_logits)
-    losses = num_experts * (chosen * probs).sum(-1) / num_rows.square()  # (n,)
-    return (losses * lengths * counts).sum(), loads

@@ -92,9 +92,7 @@ class AbsentTower(nn.Module):
 
 class AbsentEmbedder(AbsentTower):
     """Placeholder for an embedder of ids beyond the text's (Gemma 3n), which the model calls for every text.
-
-    Its zeros are used only for those ids, and data with any of them is refused.
-    """
+    Its zeros are used only for those ids, and data with any of them is refused."""
 
     def __init__(self, embedding: nn.Module, embedder: nn.Module):
         super().__init__(embedding)

@@ -21,7 +21,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrain
 from mini_trainer.data.columns.base import Sample, list_sequences
 from mini_trainer.data.stores.image_files import as_data_url, load_processor, open_image
 from mini_trainer.objectives.families import text_tower
-from mini_trainer.objectives.families.family import Blocks, Family, MicroBatch, ReferenceForward, Row, pack_row
+from mini_trainer.objectives.families.family import Blocks, Family, Loaded, MicroBatch, ReferenceForward, Row, pack_row
 from mini_trainer.objectives.families.text import TextFamily, TextRowModel, find_lost_scale, find_router_loss
 
 # Model types that cannot be trained packed, and why.
@@ -68,9 +68,7 @@ class VisionInputs:
 
     def read_pixels(self, references: Sequence[str]) -> dict[str, Tensor]:
         """The tower's inputs for a sample's images, which the processor handles together.
-
-        Its result for one image can depend on the number of images (LLaVA-OneVision).
-        """
+        Its result for one image can depend on the number of images (LLaVA-OneVision)."""
         images = [open_image(reference, directory=Path()) for reference in references]
         places = self.processor.image_token * len(images)
         made = self.processor(text=[places], images=[images], add_special_tokens=False, return_tensors="pt")
@@ -78,9 +76,7 @@ class VisionInputs:
 
     def count_patches(self, height: int, width: int) -> tuple[int, int]:
         """Number of tiles that the processor cuts an image into, and number of patches per tile.
-
-        Assumes that the image is alone; together with others it never has more.
-        """
+        Assumes that the image is alone; together with others it never has more."""
         vision, images = self.config.vision_config, self.processor.image_processor
         patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
         count = getattr(self.processor, "_get_num_multimodal_tokens", None)
@@ -169,9 +165,7 @@ class VisionLanguageFamily(Family):
         self.text.check_router_loss(model)
         return model
 
-    def load_model(
-        self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool
-    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    def load_model(self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool) -> Loaded:
         return self.text.load_model(model_dir, dtype=dtype, trust_remote_code=trust_remote_code)
 
     def complete(
@@ -185,20 +179,14 @@ class VisionLanguageFamily(Family):
 
     def list_foreign(self, config: PreTrainedConfig) -> dict[int, str]:
         """Placeholder ids for videos and audio."""
-        return {
-            token: name
-            for token, name in text_tower.find_placeholders(config).items()
-            if token != config.image_token_id
-        }
+        found = text_tower.find_placeholders(config)
+        return {token: name for token, name in found.items() if token != config.image_token_id}
 
     def find_tower_layers(self, model: PreTrainedModel) -> list[str]:
         parts = text_tower.list_parts(model)
         outside = {*parts["vision"], *parts["projector"]}
-        return [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and f"{name}.weight" in outside
-        ]
+        layers = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+        return [name for name in layers if f"{name}.weight" in outside]
 
     def pack(self, samples: Sequence[Sample]) -> tuple[Row, Images]:
         vision_inputs, row = self.vision_inputs, pack_row([ids for sample in samples for ids in list_sequences(sample)])
@@ -274,9 +262,8 @@ class VisionLanguageRowModel(TextRowModel):
                 )
             hidden = hidden.masked_scatter(is_image[..., None], features)
             if self.feeds_layers:
-                more |= dict(
-                    visual_pos_masks=is_image, deepstack_visual_embeds=[join(of) for of in seen.deepstack_features]
-                )
+                more["visual_pos_masks"] = is_image
+                more["deepstack_visual_embeds"] = [join(of) for of in seen.deepstack_features]
         if images.axis_positions is not None:
             more["position_ids"] = images.axis_positions
         return dict(input_ids=None, inputs_embeds=self.touch(hidden)) | more
@@ -290,9 +277,7 @@ class VisionLanguageRowModel(TextRowModel):
 
     def touch(self, hidden: Tensor) -> Tensor:
         """Returns `hidden`, made to give all trained parameters of tower and projector a gradient, zero without images.
-
-        FSDP reduces the gradients that exist on a rank, so all ranks must have gradients for the same parameters.
-        """
+        FSDP reduces the gradients that exist on a rank, so all ranks must have gradients for the same parameters."""
         trained = [param for name in self.outside if (param := self.model.get_parameter(name)).requires_grad]
         return hidden + sum(param.sum().to(hidden) * 0 for param in trained) if trained else hidden
 
@@ -312,9 +297,7 @@ class VisionLanguageRowModel(TextRowModel):
 
 def find_vision_base(model: PreTrainedModel) -> PreTrainedModel:
     """The part that joins tower and decoder: the model without its head, or the whole model (Llama 4).
-
-    ValueError if it cannot compute image features.
-    """
+    ValueError if it cannot compute image features."""
     base = model if model.config.model_type in PROJECTED_APART else text_tower.find_base(model)
     if not hasattr(base, "get_image_features"):
         raise ValueError(

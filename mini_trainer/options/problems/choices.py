@@ -1,4 +1,5 @@
-"""Problems with what few runs choose: preferences, a teacher, a method, images, trackers, and places of exports."""
+"""Problems with what few runs choose: rows to tokenize, preferences, a teacher, the use of the machine, a method,
+images, trackers, and places of exports."""
 
 import re
 from collections.abc import Iterator
@@ -6,8 +7,8 @@ from collections.abc import Iterator
 from mini_trainer.options import TrainOptions, flag_name, learning
 from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
 from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.finding import list_changed, list_given
-from mini_trainer.options.urls import find_target_faults, is_url, split_scheme
+from mini_trainer.options.problems.finding import complete_rows, list_changed, list_given, list_row_sources
+from mini_trainer.options.urls import WRITABLE, find_url_faults, is_url, split_scheme
 
 
 def find_signal_problems(options: TrainOptions) -> list[str]:
@@ -84,6 +85,67 @@ def find_teacher_source_problems(o: learning.TeacherOptions) -> Iterator[str]:
         yield "--teacher-scores and --teacher-model both choose the teacher: give only one of them"
 
 
+def find_format_problems(options: TrainOptions) -> list[str]:
+    """Problems with row formats that do not match the objective."""
+    objective, rows, has_rows = options.classification.objective, options.rows, bool(list_row_sources(options.rows))
+    wanted = OBJECTIVES[objective].row_format
+    if wanted is None:
+        fitting = [f"--objective {name}" for name, facts in OBJECTIVES.items() if facts.row_format == rows.format]
+        useless = f"--format {rows.format} has no effect on --objective {objective}: give {' or '.join(fitting)}"
+        return [useless] if rows.format is not None and fitting else []
+    or_pairs = ", or of --format preference with --feedback-from-pairs" if wanted == "feedback" else ""
+    needs = f"--objective {objective} needs rows of --format {wanted}{or_pairs}"
+    if has_rows and rows.mock_data is not None:
+        return [f"{needs}: --mock-data has none"]
+    makes = "feedback" if rows.feedback_from_pairs else complete_rows(rows, objective).format
+    return [needs] if has_rows and makes != wanted else []
+
+
+def find_compute_problems(options: TrainOptions) -> list[str]:
+    """Problems with computation, sharding, and "auto" values."""
+    problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
+    flag = f"--context-parallel {sharding.context_parallel}"
+    if sharding.context_parallel is not None and options.validation.sample_prompts is not None:
+        problems.append(f"{flag}: not with --sample-prompts, whose answers need whole sequences: give only one of them")
+    if sharding.context_parallel is not None and compute.compile:
+        problems.append(f"{flag}: not with --compile, with which it has not been tested: give only one of them")
+    if sharding.cpu_offload and osft:
+        problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
+    if compute.compute_dtype == "float16":
+        problems.append(
+            "--compute-dtype float16: its smallest number is 6e-8, so gradients become zero unless the loss is scaled,"
+            " which is not implemented here: use bfloat16, or float32 on a device without it"
+        )
+    if compute.float8 and osft:
+        problems.append("--float8 cannot be used with --osft, whose layers do not support fp8")
+    if compute.float8 and compute.compute_dtype == "float32":
+        problems.append("--float8 needs bfloat16 for everything not in fp8, given --compute-dtype float32")
+    has_use = not {"auto", None}.isdisjoint((options.data.max_tokens_per_gpu, compute.activation_checkpointing))
+    if compute.memory_budget_gb is not None and not has_use and not options.plan.dry_run:
+        problems.append(
+            "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
+            " --dry-run"
+        )
+    if compute.kernels in ("fused", "auto") and compute.compile:
+        problems.append(
+            f"--kernels {compute.kernels} (--use-liger-kernels) cannot be used with --compile, which writes kernels for"
+            " the same operations: give only one of them"
+        )
+    if compute.tiled_mlp and compute.compile:
+        problems.append("--tiled-mlp cannot be used with --compile, which compiles whole blocks: give only one of them")
+    if compute.offload_activations and compute.activation_checkpointing not in ("full", None):
+        problems.append(
+            "--offload-activations moves the block inputs that --activation-checkpointing full keeps, given"
+            f" {compute.activation_checkpointing}: use full, or remove the option"
+        )
+    if compute.compile and compute.activation_checkpointing == "auto":
+        problems.append(
+            "--activation-checkpointing auto cannot be used with --compile, which needs to know the mode in advance:"
+            " give none, selective or full"
+        )
+    return problems
+
+
 def find_reporting_problems(options: TrainOptions) -> Iterator[str]:
     """Problems with trackers, callbacks, and places of exports."""
     track, callbacks = options.tracking.track, options.callbacks.callbacks
@@ -103,6 +165,17 @@ def find_reporting_problems(options: TrainOptions) -> Iterator[str]:
         yield f"--upload-to {url}: give the repository by --push-to-hub, which makes each export a commit"
     elif url is not None:
         yield from find_target_faults(url, flag="--upload-to")
+
+
+def find_target_faults(url: str, *, flag: str) -> list[str]:
+    """Reasons why a URL cannot be written to."""
+    if faults := find_url_faults(url, flag=flag):
+        return faults
+    scheme, place = split_scheme(url)
+    if scheme not in WRITABLE:
+        stores = "://, ".join(WRITABLE[:-1])
+        return [f"{flag} {url}: web servers cannot be written to: give {stores}:// or {WRITABLE[-1]}://, or a path"]
+    return [] if place.strip("/") else [f"{flag} {url}: names no bucket: must be {scheme}://BUCKET/PATH"]
 
 
 # Settings that an adapter to continue from determines, so options must not set them.

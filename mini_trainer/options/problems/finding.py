@@ -67,6 +67,14 @@ def list_row_sources(o: RowOptions) -> list[str]:
     return [flag_name(name) for name in ("input_file", "input_dataset", "mock_data") if getattr(o, name)]
 
 
+def complete_rows(rows: RowOptions, objective: str) -> RowOptions:
+    """The options with the row format that the objective needs, unless one is given; None: any format of texts."""
+    wanted = OBJECTIVES[objective].row_format
+    if rows.format is not None or wanted is None:
+        return rows
+    return dataclasses.replace(rows, format="preference" if rows.feedback_from_pairs else wanted)
+
+
 # Functions that find problems across options, by the class of the options.
 TOGETHER = Doors(
     {
@@ -84,9 +92,7 @@ TOGETHER = Doors(
 
 def find_problems(options: Any) -> list[str]:
     """Lists all problems with the options that can be found without reading files, one line each.
-
-    Packages that are not installed are named once nothing else is wrong.
-    """
+    Packages that are not installed are named once nothing else is wrong."""
     if problems := find_wrong_options(options):
         return problems
     return [line for given, modules in list_needed(options) for line in describe_missing(given, modules)]

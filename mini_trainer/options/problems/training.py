@@ -3,18 +3,19 @@
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
-from mini_trainer.options import RowOptions, TrainOptions, flag_name, flatten_options, learning, list_data_sets
+from mini_trainer.options import TrainOptions, flag_name, flatten_options, learning, list_data_sets
 from mini_trainer.options.doors import open_door
 from mini_trainer.options.fields import iterate_fields
 from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.finding import list_changed, list_given, list_row_sources
+from mini_trainer.options.problems.finding import complete_rows, list_changed, list_given, list_row_sources
 from mini_trainer.options.urls import find_url_faults, hide_credentials, is_url
 
 # Functions that find problems in these groups, once one of their options is given.
 BY_GROUPS = {
     ("classification", "preference", "teacher"): "mini_trainer.options.problems.choices:find_signal_problems",
+    ("rows",): "mini_trainer.options.problems.choices:find_format_problems",
+    ("compute", "sharding"): "mini_trainer.options.problems.choices:find_compute_problems",
     ("osft", "lora", "vision"): "mini_trainer.options.problems.choices:find_method_problems",
     ("tracking", "callbacks", "hub", "exports"): "mini_trainer.options.problems.choices:find_reporting_problems",
 }
@@ -27,7 +28,6 @@ def find_train_problems(options: TrainOptions) -> Iterator[str]:
     yield from find_validation_problems(options)
     yield from find_objective_problems(options)
     yield from find_optimization_problems(options)
-    yield from find_compute_problems(options)
     yield from find_ending_problems(options)
     for names, place in BY_GROUPS.items():
         if any(list_changed(getattr(options, name)) for name in names):
@@ -61,7 +61,11 @@ def find_training_data_problems(options: TrainOptions) -> Iterator[str]:
         yield f"--data-path and {rows[0]} both specify training data: give only one of them"
     if not rows and (given := list_changed(options.rows)):
         yield f"{', '.join(map(flag_name, given))}: no effect without rows to tokenize (--input-file)"
-    yield from find_format_problems(options, has_rows=bool(rows))
+    if o.max_tokens_per_gpu == "auto" and o.drop_overlong:
+        yield (
+            "--drop-overlong has no effect with --max-tokens-per-gpu auto, which never goes below the longest sample:"
+            " drop long samples with process_data.py --max-sample-num-tokens, or give a number"
+        )
     if weights and o.data_path and len(weights) != len(o.data_path):
         yield f"--data-weights: {len(weights)} numbers for the {len(o.data_path)} data sets of --data-path"
     if not all(0 < weight < math.inf for weight in weights):
@@ -88,81 +92,6 @@ def find_validation_problems(options: TrainOptions) -> list[str]:
         return ["--early-stopping-patience needs validations during the run: add --validate-every-steps or"
                 " --validate-at-epoch"]  # fmt: skip
     return []
-
-
-def find_format_problems(options: TrainOptions, *, has_rows: bool) -> list[str]:
-    """Problems with row formats that do not match the objective."""
-    objective, rows = options.classification.objective, options.rows
-    wanted = OBJECTIVES[objective].row_format
-    if wanted is None:
-        fitting = [f"--objective {name}" for name, facts in OBJECTIVES.items() if facts.row_format == rows.format]
-        useless = f"--format {rows.format} has no effect on --objective {objective}: give {' or '.join(fitting)}"
-        return [useless] if rows.format is not None and fitting else []
-    or_pairs = ", or of --format preference with --feedback-from-pairs" if wanted == "feedback" else ""
-    needs = f"--objective {objective} needs rows of --format {wanted}{or_pairs}"
-    if has_rows and rows.mock_data is not None:
-        return [f"{needs}: --mock-data has none"]
-    makes = "feedback" if rows.feedback_from_pairs else complete_rows(rows, objective).format
-    return [needs] if has_rows and makes != wanted else []
-
-
-def complete_rows(rows: RowOptions, objective: str) -> RowOptions:
-    """The options with the row format that the objective needs, unless one is given; None: any format of texts."""
-    wanted = OBJECTIVES[objective].row_format
-    if rows.format is not None or wanted is None:
-        return rows
-    return replace(rows, format="preference" if rows.feedback_from_pairs else wanted)
-
-
-def find_compute_problems(options: TrainOptions) -> list[str]:
-    """Problems with computation, sharding, and "auto" values."""
-    problems, compute, sharding, osft = [], options.compute, options.sharding, options.osft.osft
-    flag = f"--context-parallel {sharding.context_parallel}"
-    if sharding.context_parallel is not None and options.validation.sample_prompts is not None:
-        problems.append(f"{flag}: not with --sample-prompts, whose answers need whole sequences: give only one of them")
-    if sharding.context_parallel is not None and compute.compile:
-        problems.append(f"{flag}: not with --compile, with which it has not been tested: give only one of them")
-    if sharding.cpu_offload and osft:
-        problems.append("--cpu-offload cannot be used with --osft, whose projections run where the weights are")
-    if compute.compute_dtype == "float16":
-        problems.append(
-            "--compute-dtype float16: its smallest number is 6e-8, so gradients become zero unless the loss is scaled,"
-            " which is not implemented here: use bfloat16, or float32 on a device without it"
-        )
-    if compute.float8 and osft:
-        problems.append("--float8 cannot be used with --osft, whose layers do not support fp8")
-    if compute.float8 and compute.compute_dtype == "float32":
-        problems.append("--float8 needs bfloat16 for everything not in fp8, given --compute-dtype float32")
-    is_auto = options.data.max_tokens_per_gpu == "auto"
-    if is_auto and options.data.drop_overlong:
-        problems.append(
-            "--drop-overlong has no effect with --max-tokens-per-gpu auto, which never goes below the longest sample:"
-            " drop long samples with process_data.py --max-sample-num-tokens, or give a number"
-        )
-    has_use = not {"auto", None}.isdisjoint((options.data.max_tokens_per_gpu, compute.activation_checkpointing))
-    if compute.memory_budget_gb is not None and not has_use and not options.plan.dry_run:
-        problems.append(
-            "--memory-budget-gb has no effect without --max-tokens-per-gpu auto, --activation-checkpointing auto or"
-            " --dry-run"
-        )
-    if compute.kernels in ("fused", "auto") and compute.compile:
-        problems.append(
-            f"--kernels {compute.kernels} (--use-liger-kernels) cannot be used with --compile, which writes kernels for"
-            " the same operations: give only one of them"
-        )
-    if compute.tiled_mlp and compute.compile:
-        problems.append("--tiled-mlp cannot be used with --compile, which compiles whole blocks: give only one of them")
-    if compute.offload_activations and compute.activation_checkpointing not in ("full", None):
-        problems.append(
-            "--offload-activations moves the block inputs that --activation-checkpointing full keeps, given"
-            f" {compute.activation_checkpointing}: use full, or remove the option"
-        )
-    if compute.compile and compute.activation_checkpointing == "auto":
-        problems.append(
-            "--activation-checkpointing auto cannot be used with --compile, which needs to know the mode in advance:"
-            " give none, selective or full"
-        )
-    return problems
 
 
 def find_ending_problems(options: TrainOptions) -> Iterator[str]:

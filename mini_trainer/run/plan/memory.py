@@ -234,9 +234,7 @@ def describe_model(options: StepOptions, model: simulation.PlannedModel, finding
 
 def simulated_compute(compute: ComputeOptions, target: Target, inputs: RunInputs) -> ComputeOptions:
     """The compute options for a simulation, which always runs on a CPU.
-
-    A GPU's attention kernels keep what SDPA keeps, unless they store their scores.
-    """
+    A GPU's attention kernels keep what SDPA keeps, unless they store their scores."""
     attention = compute.attention
     if target.device.type != "cpu" and not (attention in BACKENDS and BACKENDS[attention].stores_scores):
         attention = "auto"

@@ -62,6 +62,7 @@ from mini_trainer.run.checkpointing import Checkpoint, check_state
 from mini_trainer.run.identity import check_checkpoints, check_unused, identify_run, is_checkpoint_of
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
 from mini_trainer.run.plan import memory
+from mini_trainer.run.plan.memory import Findings, PlannedRun, Target
 from mini_trainer.run.plan.simulation import PlannedModel, Ranks, lay_out_model
 from mini_trainer.run.raw_rows import find_local_data
 from mini_trainer.run.references import find_unscored
@@ -84,7 +85,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
     world_size, device_name = parse_machine(options.plan.plan_for or str(num_here))
     is_here = world_size == num_here and device_name is None
     is_rank0 = os.environ.get("RANK", "0") == "0"
-    findings, given = memory.Findings(), options
+    findings, given = Findings(), options
     if is_rank0:
         found = findings.problems.attempt(lambda: find_local_data(options))
         if found is None:
@@ -141,8 +142,8 @@ def list_changes(settled: StepOptions, options: TrainOptions) -> dict[str, Any]:
 
 
 def find_target(
-    given: str | None, options: StepOptions, world_size: int, findings: memory.Findings, *, is_here: bool
-) -> memory.Target:
+    given: str | None, options: StepOptions, world_size: int, findings: Findings, *, is_here: bool
+) -> Target:
     """The machine to plan for: with GPUs of the name `given`, and this machine otherwise."""
     has_gpu, budget = torch.cuda.is_available(), options.compute.memory_budget_gb
     sharding = options.sharding
@@ -153,7 +154,7 @@ def find_target(
         findings.add_problem(f"--plan-for {world_size}x{name}: unknown GPU; known are {', '.join(devices.PEAK_FLOPS)}")
     is_known = budget is not None or is_here or (has_gpu and given is None)
     limit = devices.memory_limit(budget, device, is_here=given is None) if is_known else None
-    found = findings if not is_here else memory.Findings()  # init_world says it, too
+    found = findings if not is_here else Findings()  # init_world says it, too
     num_shards, shard_size = world_size, sharding.shard_size
     if sharding.sharding == "hybrid":
         ranks_per_node = count_local_ranks() if is_here else min(world_size, RANKS_PER_NODE)
@@ -162,7 +163,7 @@ def find_target(
     if found.problems.attempt(lambda: check_sharing(world_size, num_sharing) or True) is None:
         num_sharing = None
     offloads = sharding.cpu_offload and device.type == "cuda"
-    return memory.Target(
+    return Target(
         Ranks(world_size, num_shards, num_sharing, offloads, limit if device.type == "cuda" else None),
         device,
         name,
@@ -171,7 +172,7 @@ def find_target(
     )
 
 
-def look_at_run(options: TrainOptions, target: memory.Target, findings: memory.Findings) -> memory.PlannedRun:
+def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> PlannedRun:
     """Reads a run's inputs, in the same order, and continues after errors."""
     num_before, asked = len(findings.problems), options.checkpoints
     findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
@@ -192,14 +193,14 @@ def look_at_run(options: TrainOptions, target: memory.Target, findings: memory.F
         findings.problems.attempt(lambda: check_identity(asked, options.optimization, checkpoint, inputs))
     make_method = functools.partial(choose_method, options)
     if inputs.config is None or inputs.objective is None:  # without an objective, the required kind of model is unknown
-        return memory.PlannedRun(inputs, start, make_method, None)
+        return PlannedRun(inputs, start, make_method, None)
     step_options, compute = choose_step_options(options), memory.simulated_compute(options.compute, target, inputs)
     model = findings.problems.attempt(lambda: lay_out_model(step_options, inputs, compute, make_method()))
     if model is not None:
         weigh_images(inputs, model.flops)
     reference = findings.problems.attempt(lambda: plan_reference(step_options, target, inputs, model))
     teacher = findings.problems.attempt(lambda: plan_teacher(step_options, target, inputs, model))
-    return memory.PlannedRun(inputs, start, make_method, model, reference, teacher)
+    return PlannedRun(inputs, start, make_method, model, reference, teacher)
 
 
 def find_checkpoint(output_dir: Path, resume: str) -> Checkpoint | None:
@@ -223,9 +224,7 @@ def check_identity(
     check_checkpoints(inputs, checkpoint, identity, allow_changes=asked.allow_changed_options)
 
 
-def describe_run(
-    target: memory.Target, run: memory.PlannedRun, optimization: OptimizationOptions, findings: memory.Findings
-) -> None:
+def describe_run(target: Target, run: PlannedRun, optimization: OptimizationOptions, findings: Findings) -> None:
     size = ""
     if target.limit is not None:
         gib = target.limit / devices.GIB / (1 - devices.MARGIN)
@@ -283,8 +282,8 @@ def plan_disk(
     exports: ExportOptions,
     validation: ValidationOptions,
     optimization: OptimizationOptions,
-    run: memory.PlannedRun,
-    findings: memory.Findings,
+    run: PlannedRun,
+    findings: Findings,
 ) -> None:
     """Adds the sizes of checkpoints and exports; a problem if the disk has no room for them."""
     if run.model is None:
@@ -377,11 +376,11 @@ def now(world: World) -> float:
 
 
 def plan_time(
-    target: memory.Target,
-    run: memory.PlannedRun,
+    target: Target,
+    run: PlannedRun,
     packing: memory.Packing | None,
     speed: Speed | None,
-    findings: memory.Findings,
+    findings: Findings,
 ) -> None:
     """Adds the durations of a step, of the reference's scores and of the run, and how they were found."""
     if packing is None:
@@ -417,7 +416,7 @@ def plan_time(
     findings.lines.append(text)
 
 
-def plan_scoring(run: memory.PlannedRun, rates: Speed | None, findings: memory.Findings) -> float:
+def plan_scoring(run: PlannedRun, rates: Speed | None, findings: Findings) -> float:
     """Adds the samples that the reference has to score before the first step; returns the seconds this takes."""
     reference = run.reference
     if reference is None:
@@ -432,7 +431,7 @@ def plan_scoring(run: memory.PlannedRun, rates: Speed | None, findings: memory.F
 
 
 def measure_other(
-    options: StepOptions, target: memory.Target, inputs: RunInputs, source: ModelSource
+    options: StepOptions, target: Target, inputs: RunInputs, source: ModelSource
 ) -> tuple[FlopCount, int]:
     """FLOPs of another model that the run reads, and the bytes of its weights."""
     compute, device = memory.simulated_compute(options.compute, target, inputs), torch.device("cpu")
@@ -441,7 +440,7 @@ def measure_other(
 
 
 def plan_reference(
-    options: StepOptions, target: memory.Target, inputs: RunInputs, model: PlannedModel | None
+    options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
 ) -> memory.PlannedReference | None:
     """The samples that no run has scored, and what the model or --reference-model needs for them."""
     objective = inputs.objective
@@ -458,7 +457,7 @@ def plan_reference(
 
 
 def plan_teacher(
-    options: StepOptions, target: memory.Target, inputs: RunInputs, model: PlannedModel | None
+    options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
 ) -> memory.PlannedTeacher | None:
     """The teacher's memory on a rank, and the FLOPs of its forward pass over a batch; None without one."""
     objective, data = inputs.objective, inputs.data

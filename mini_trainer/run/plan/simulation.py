@@ -50,8 +50,7 @@ MOST_ELEMENTS = 2**26  # of a tensor whose values are kept
 
 class KnownValues(TorchDispatchMode):
     """While entered inside `fake`, tensors made from real ones keep their values, and so do results computed from these
-    alone. This simulates vision towers that cut their rows by tensor values: image sizes, places of padding.
-    """
+    alone. This simulates vision towers that cut their rows by tensor values: image sizes, places of padding."""
 
     def __init__(self, fake: FakeTensorMode):
         super().__init__()
@@ -222,9 +221,7 @@ def lay_out_model(options: StepOptions, inputs: RunInputs, compute: ComputeOptio
 
 def simulate_step(options: StepOptions, planned: PlannedModel, load: Load, ranks: Ranks) -> StepMemory:
     """The memory of a step whose largest micro-batch is `load`. Uses `planned` up.
-
-    RuntimeError where an operation of the model cannot be simulated.
-    """
+    RuntimeError where an operation of the model cannot be simulated."""
     meta, sharding = planned.meta, options.sharding
     packed_model = PackedModel(
         meta.model, planned.objective, backend=meta.backend, compute_dtype=meta.compute_dtype, kept=meta.list_kept()
@@ -324,8 +321,7 @@ def fake_world(ranks: Ranks) -> Iterator[World]:
 @contextmanager
 def fsdp_of_rank0() -> Iterator[None]:
     """Counts what FSDP's hooks allocate as gathered, and lets FSDP cut only rank 0's shard from a weight: those of all
-    of 1,024 simulated ranks take tenths of a second. AttributeError where torch calls them by other names.
-    """
+    of 1,024 simulated ranks take tenths of a second. AttributeError where torch calls them by other names."""
 
     def count_as_gathered(hook: Callable) -> Callable:
         @functools.wraps(hook)
