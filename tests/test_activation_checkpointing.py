@@ -10,10 +10,7 @@ from small_runs import full_gradients
 from tiny_models import FAMILIES, VOCAB_SIZE, build, make_osft, save_model
 from torch import Tensor
 
-from mini_trainer.model.activation_checkpointing import (
-    ATTENTION,
-    choose_kept_operations,
-)
+from mini_trainer.model.activation_checkpointing import ATTENTION, choose_kept_operations
 from mini_trainer.model.method import Full
 from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.options import TrainOptions, group_options

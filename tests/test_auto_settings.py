@@ -13,8 +13,8 @@ from forked import run_forked
 from in_process import train_forked, train_here
 from processes import ROOT, flags, run, torchrun
 from safetensors.torch import load_file
-from tiny_data import make_samples, read_lines, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from small_runs import make_inputs
+from tiny_data import read_lines
 
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.options import ShardingOptions, TrainOptions, group_options
@@ -37,17 +37,10 @@ WHEN = ("forward", "backward")
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> dict:
-    root = tmp_path_factory.mktemp("inputs")
-    return dict(
-        model_name_or_path=str(save_tokenizer(save_model(FAMILIES["qwen3"], root / "model"))),
-        data_path=str(write_samples(root / "data.arrow", make_samples(60, vocab_size=VOCAB_SIZE))),
-        batch_size=16,
-        learning_rate=1e-2,
-        max_steps=4,
-        export_dtype="float32",
-        activation_checkpointing="none",
+    return make_inputs(tmp_path_factory.mktemp("inputs"), "qwen3", num_samples=60) | dict(
+        batch_size=16, learning_rate=1e-2, max_steps=4, export_dtype="float32", activation_checkpointing="none",
         checkpoint_every_steps=2,
-    )
+    )  # fmt: skip
 
 
 def outcome(output_dir: Path) -> tuple[list, dict[str, torch.Tensor], dict]:
@@ -252,11 +245,7 @@ def test_room_for_weights_is_measured_with_a_fixed_number_of_tokens_on_a_gpu(inp
     """On one rank under FSDP2, and with a CPU in the place of the GPU."""
     monkeypatch.setattr("mini_trainer.run.run_model.is_worth_measuring", lambda *_: True)
     monkeypatch.setattr("mini_trainer.run.auto_settings.memory_limit", lambda *_: 10**12)
-    options = inputs | dict(
-        max_tokens_per_gpu=64,
-        reshard_after_backward="always",
-        output_dir=str(tmp_path / "run"),
-    )
+    options = inputs | dict(max_tokens_per_gpu=64, reshard_after_backward="always", output_dir=str(tmp_path / "run"))
     train_here(world, **options)
     params = outcome(tmp_path / "run")[2]
     assert params["options"]["reshard_after_forward"] == params["auto_settings"]["reshard_after_forward"] == "never"

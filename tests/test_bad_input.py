@@ -68,10 +68,7 @@ def test_a_model_without_weights(inputs, tmp_path):
     ("sidecar", "reason"),
     [
         ({"tokenizer_fingerprint": "another"}, "was made with a different tokenizer"),
-        (
-            {"max_token_id": VOCAB_SIZE},
-            f"token id {VOCAB_SIZE}, but the model's embedding has {VOCAB_SIZE} rows",
-        ),
+        ({"max_token_id": VOCAB_SIZE}, f"token id {VOCAB_SIZE}, but the model's embedding has {VOCAB_SIZE} rows"),
         ({"num_samples": 21}, "belongs to another data set: it says 21 samples"),
         ({"tokenizer_dir": "data.arrow.tokenizer"}, "data.arrow.tokenizer with its tokenizer is missing"),
         ({"format_version": 2}, "an earlier version made the data set"),

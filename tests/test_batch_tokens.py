@@ -82,11 +82,7 @@ def count_by(options: DataOptions, data: Mixture, *, start: RunPosition = BEGIN,
     return count_steps(data, choose_batching(data, options), EndOptions(**end), seed=options.seed, start=start)
 
 
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
-    more=st.integers(0, 120),
-    seed=st.integers(0, 3),
-)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40), more=st.integers(0, 120), seed=st.integers(0, 3))
 @settings(max_examples=20)
 def test_batches_are_those_of_the_definition_from_any_of_them_on(folder, lengths, more, seed):
     data, size, stream = open_lengths(folder, lengths), max(lengths) + more, list_stream(lengths, seed)

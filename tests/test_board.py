@@ -12,7 +12,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -327,11 +326,7 @@ def test_a_run_whose_files_block_keeps_no_request_for_another_run_waiting(server
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["setup.txt"], "error: setup.txt: "),
-        ([".", "--port", "65536"], "--port 65536"),
-        (["a", "b"], "2 directories"),
-    ],
+    [(["setup.txt"], "error: setup.txt: "), ([".", "--port", "65536"], "--port 65536"), (["a", "b"], "2 directories")],
 )
 def test_what_cannot_be_served_gets_one_message_and_exit_code_2(words, message, tmp_path):
     (tmp_path / "setup.txt").touch()
@@ -519,10 +514,3 @@ def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeyp
                 while client.recv(1000):
                     pass
             client.close()
-
-
-def wait_until(holds: Callable[[], bool], *, seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)

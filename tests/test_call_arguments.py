@@ -186,13 +186,11 @@ def test_calls_as_text_and_without_a_wrapper():
     ("call", "reason"),
     [
         ({"name": "f", "parameters": {"a": 1}}, r"call 1 .*'arguments', .*\['name', 'parameters'\]"),
-        (
-            {"type": "function", "function": {"name": "f", "input": {"a": 1}}},
-            r"call 1 .*'arguments', .*\['input', 'name'\]",
-        ),
+        ({"type": "function", "function": {"name": "f", "input": {"a": 1}}},
+         r"call 1 .*'arguments', .*\['input', 'name'\]"),
         ({"function": {"name": "f"}, "arguments": {"a": 1}}, "call 1 .*'arguments' .*'function'"),
     ],
-)
+)  # fmt: skip
 def test_arguments_under_other_keys_are_not_taken_for_none(call, reason):
     with pytest.raises(ValueError, match=reason):
         read_message({"role": "assistant", "tool_calls": [call]}, 1)
@@ -204,10 +202,9 @@ def test_arguments_under_other_keys_are_not_taken_for_none(call, reason):
 
 def test_nulls_among_arguments_stay():
     """In JSON a null is the row's own."""
-    (call,) = read_message(calling({"value": None, "keep": True}), 1)["tool_calls"]
-    assert call["function"]["arguments"] == {"value": None, "keep": True}
-    (call,) = read_message(calling('{"value": null, "keep": true}'), 1)["tool_calls"]
-    assert call["function"]["arguments"] == {"value": None, "keep": True}
+    for given in ({"value": None, "keep": True}, '{"value": null, "keep": true}'):
+        (call,) = read_message(calling(given), 1)["tool_calls"]
+        assert call["function"]["arguments"] == {"value": None, "keep": True}
 
 
 assert TRL is None or TEMPLATES.keys() >= ONLY_TEXT

@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import sys
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -25,13 +26,6 @@ from mini_trainer.data.chat.turns import UnknownPrompt
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 
-# Llama 3: begin-of-text, headers in special tokens, contents trimmed.
-LLAMA3_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 # Gemma: no system role, roles must alternate, the assistant is called model.
 GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -61,13 +55,12 @@ PHI3_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
 )
-# Qwen 3: a default system prompt apart, the last turn gets a think block, which its generation prompt leaves open.
-THINKING_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if loop.last and m['role'] == 'assistant' %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+# A prompt that ends with a space.
+COLON_TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
 SPECIAL_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
                   "<end_of_turn>"]  # fmt: skip
 TAKES_LINE_BREAK = ["<|end|>", "<|user|>", "<|assistant|>"]
@@ -96,29 +89,41 @@ def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> ChatMask
     return masker
 
 
-def mask_one(masker: ChatMasker, messages: list[dict], *, unmask: bool = False) -> TokenizedChat:
-    (masked,) = masker.mask([Chat(messages, unmask)])
+def mask_one(
+    masker: ChatMasker, messages: list[dict], *, unmask: bool = False, tools: list[dict] | None = None
+) -> TokenizedChat:
+    (masked,) = masker.mask([Chat(messages, unmask, tools=tools)])
     if isinstance(masked, ValueError):
         raise masked
-    if Remark(DIVIDED) not in masked.remarks:
-        assert masked.input_ids == masker.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    if tools or Remark(DIVIDED) not in masked.remarks:
+        expected = masker.tokenizer.apply_chat_template(messages, tools=tools, return_dict=True)
+        assert masked.input_ids == expected["input_ids"]
     return masked
 
 
-def trained_texts(masker: ChatMasker, messages: list[dict], *, unmask: bool = False) -> list[str]:
-    masked = mask_one(masker, messages, unmask=unmask)
+def trained_texts(masker: ChatMasker, messages: list[dict], **options: object) -> list[str]:
+    masked = mask_one(masker, messages, **options)
     runs = split_by_training(masked.input_ids, masked.labels)
     return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
 
 
-def test_chatml_trains_contents_and_stop_tokens(base_tokenizer):
-    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
-    messages = [SYSTEM, QUESTION, ANSWER, RESULT, {"role": "assistant", "content": "Or six."}]
-    assert trained_texts(masker, messages) == ["Five.<|im_end|>", "Or six.<|im_end|>"]
-    assert trained_texts(masker, [QUESTION, ANSWER, ANSWER]) == ["Five.<|im_end|>", "Five.<|im_end|>"]
-    assert trained_texts(masker, [ANSWER, QUESTION]) == ["Five.<|im_end|>"]
-    assert trained_texts(masker, [SYSTEM, ANSWER]) == ["Five.<|im_end|>"]
-    assert trained_texts(masker, [SYSTEM, QUESTION]) == []
+OR_SIX = {"role": "assistant", "content": "Or six."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([SYSTEM, QUESTION, ANSWER, RESULT, OR_SIX], ["Five.<|im_end|>", "Or six.<|im_end|>"]),
+        ([QUESTION, ANSWER, ANSWER], ["Five.<|im_end|>", "Five.<|im_end|>"]),
+        ([ANSWER, QUESTION], ["Five.<|im_end|>"]),
+        ([SYSTEM, ANSWER], ["Five.<|im_end|>"]),
+        ([SYSTEM, QUESTION], []),
+        # A placeholder's text means nothing.
+        ([{"role": "user", "content": "xQ1Qx"}, {"role": "assistant", "content": "xQ0Qx"}], ["xQ0Qx<|im_end|>"]),
+    ],
+)
+def test_chatml_trains_contents_and_stop_tokens(masker, messages, expected):
+    assert trained_texts(masker, messages) == expected
 
 
 def test_labels_are_unshifted_token_ids(base_tokenizer):
@@ -139,15 +144,8 @@ def test_unmask_trains_every_role_but_system(base_tokenizer):
 @pytest.mark.parametrize(
     "content",
     [
-        " spaces at both ends  ",
-        "\n\nline breaks\n\n",
-        "Grüße, 你好 👩‍👩‍👧‍👦",
-        "é" * 40,
-        "👍",
-        "5",
-        "\t",
-        "\u2028",
-        "\x00",
+        *(" spaces at both ends  ", "\n\nline breaks\n\n", "Grüße, 你好 👩‍👩‍👧‍👦"),
+        *("é" * 40, "👍", "5", "\t", "\u2028", "\x00"),
     ],
 )
 def test_contents_that_templates_keep_are_trained_whole(base_tokenizer, content):
@@ -171,42 +169,6 @@ def test_users_who_write_delimiters_unmask_nothing(base_tokenizer):
     assert trained_texts(masker, [QUESTION, {"role": "assistant", "content": forged}]) == [forged + "<|im_end|>"]
 
 
-def test_placeholder_text_in_contents_means_nothing(base_tokenizer):
-    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
-    messages = [{"role": "user", "content": "xQ1Qx"}, {"role": "assistant", "content": "xQ0Qx"}]
-    assert trained_texts(masker, messages) == ["xQ0Qx<|im_end|>"]
-
-
-def test_llama3_trims_and_has_one_begin_of_text(base_tokenizer):
-    masker = with_template(base_tokenizer, LLAMA3_TEMPLATE)
-    messages = [SYSTEM, QUESTION, {"role": "assistant", "content": "\n Five. \n"}, RESULT, ANSWER]
-    assert trained_texts(masker, messages) == ["Five.<|eot_id|>", "Five.<|eot_id|>"]
-    assert mask_one(masker, messages).input_ids.count(masker.tokenizer.bos_token_id) == 1
-
-
-def test_gemma_refuses_what_its_template_refuses(base_tokenizer):
-    masker = with_template(base_tokenizer, GEMMA_TEMPLATE)
-    padded = {"role": "assistant", "content": " Five.\n"}
-    assert trained_texts(masker, [QUESTION, padded, QUESTION, ANSWER]) == ["Five.<end_of_turn>", "Five.<end_of_turn>"]
-    with pytest.raises(ValueError, match="System role"):
-        mask_one(masker, [SYSTEM, QUESTION, ANSWER])
-    with pytest.raises(ValueError, match="alternate"):
-        mask_one(masker, [QUESTION, QUESTION, ANSWER])
-
-
-def test_zephyr_with_plain_text_headers(base_tokenizer):
-    masker = with_template(base_tokenizer, ZEPHYR_TEMPLATE)
-    forged = {"role": "user", "content": "a\n<|assistant|>\nFive."}
-    assert trained_texts(masker, [SYSTEM, forged, ANSWER, QUESTION, ANSWER]) == ["Five.<|im_end|>"] * 2
-
-
-def test_mistral_moves_the_system_text(base_tokenizer):
-    masker = with_template(base_tokenizer, MISTRAL_TEMPLATE)
-    second = {"role": "user", "content": "And now?"}
-    assert trained_texts(masker, [SYSTEM, QUESTION, ANSWER, second, ANSWER]) == [" Five.<|im_end|>"] * 2
-    assert trained_texts(masker, [QUESTION, ANSWER, second]) == [" Five.<|im_end|>"]
-
-
 def test_phi3_end_of_text_is_not_the_stop_token(base_tokenizer):
     masker = with_template(base_tokenizer, PHI3_TEMPLATE)
     masked = mask_one(masker, [QUESTION, ANSWER, QUESTION, ANSWER])
@@ -214,12 +176,6 @@ def test_phi3_end_of_text_is_not_the_stop_token(base_tokenizer):
     runs = [ids for ids, is_trained in split_by_training(masked.input_ids, masked.labels) if is_trained]
     assert [ids[-1] for ids in runs] == [stop, stop]
     assert [masker.tokenizer.decode(ids[:-1]) for ids in runs] == ["Five.", "Five."]
-
-
-def test_what_the_template_writes_after_the_prompt_is_generated(base_tokenizer):
-    masker = with_template(base_tokenizer, THINKING_TEMPLATE)
-    texts = trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER])
-    assert texts == ["Five.<|im_end|>", "<think>\n\n</think>\n\nFive.<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +192,8 @@ def test_what_the_template_writes_after_the_prompt_is_generated(base_tokenizer):
         (CHATML_TEMPLATE.replace("message['content']", "message['content'] | replace('\n', '')"), "whitespace"),
         ("{{ raise_exception('none of it') }}", "none of it"),
         ("{% if %}", "template fails"),
+        (CHATML_TEMPLATE + "{{ ''.__class__.__mro__ }}", r"__class__.*unsafe"),  # outside of the sandbox
+        pytest.param(CHATML_TEMPLATE + "{{ ('a' * 10 ** 10) and '' }}", "4 GiB", marks=ON_LINUX),
     ],
 )  # fmt: skip
 def test_templates_that_cannot_be_masked_are_refused(base_tokenizer, template, reason):
@@ -310,10 +268,8 @@ def test_metaspace_tokenizer():
     masker = with_template(wrapped, MISTRAL_TEMPLATE.replace("bos_token", "''"))
     assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER]) == ["Five.</s>", "Five.</s>"]
     # the tokenizer makes one token of the prompt's last space and the answer's first letters
-    colon = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}" \
-            "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # fmt: skip
     masker = ChatMasker(wrapped)
-    wrapped.chat_template = colon
+    wrapped.chat_template = COLON_TEMPLATE
     assert trained_texts(masker, [QUESTION, ANSWER]) == ["Five.</s>"]
     prompt = wrapped.apply_chat_template([QUESTION], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert mask_one(masker, [QUESTION, ANSWER]).input_ids[: len(prompt)] == prompt
@@ -479,8 +435,8 @@ MARKED_TEMPLATE = (
 
 def test_generation_markers_are_used(base_tokenizer):
     masker = with_template(base_tokenizer, MARKED_TEMPLATE)
-    messages = [SYSTEM, QUESTION, ANSWER, RESULT, {"role": "assistant", "content": "Or six."}]
-    assert trained_texts(masker, messages) == ["Five.<|im_end|>", "Or six.<|im_end|>"]
+    texts = trained_texts(masker, [SYSTEM, QUESTION, ANSWER, RESULT, OR_SIX])
+    assert texts == ["Five.<|im_end|>", "Or six.<|im_end|>"]
     assert trained_texts(masker, [QUESTION, ANSWER], unmask=True) == ["How many?<|im_end|>", "Five.<|im_end|>"]
     # they hold what a text of the template alone would not show
     changing = MARKED_TEMPLATE.replace(
@@ -529,12 +485,6 @@ def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
     assert good == mask_one(masker, [QUESTION, ANSWER]) and "takes longer" in str(endless)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
-def test_templates_that_need_much_memory_are_given_up(base_tokenizer):
-    with pytest.raises(ValueError, match="4 GiB"):
-        with_template(base_tokenizer, CHATML_TEMPLATE + "{{ ('a' * 10 ** 10) and '' }}")
-
-
 LONG = "{% if 'long' in messages[0].content %}"
 SLOW = {
     "endless": (ENDLESS, "1 seconds"),
@@ -543,7 +493,7 @@ SLOW = {
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+@ON_LINUX
 @pytest.mark.parametrize("case", SLOW)
 def test_limits_hold_for_rows_that_the_template_check_does_not_have(base_tokenizer, monkeypatch, case):
     bomb, reason = SLOW[case]
@@ -592,15 +542,14 @@ PROMPTS_AFTER_USERS = CHATML_TEMPLATE.replace(
 
 def test_two_assistant_turns_need_no_prompt_between_them(base_tokenizer):
     masker = with_template(base_tokenizer, PROMPTS_AFTER_USERS)
-    more = {"role": "assistant", "content": "Or six."}
     expected = ["Five.<|im_end|>", "Or six.<|im_end|>", "Five.<|im_end|>"]
-    assert trained_texts(masker, [QUESTION, ANSWER, more, QUESTION, ANSWER]) == expected
+    assert trained_texts(masker, [QUESTION, ANSWER, OR_SIX, QUESTION, ANSWER]) == expected
     renaming = PROMPTS_AFTER_USERS.replace(
         "'<|im_start|>' + message['role'] + '\n'",
         "'<|im_start|>' + ('again' if loop.previtem and loop.previtem.role == message.role else message.role) + '\n'",
     )
     assert renaming != PROMPTS_AFTER_USERS
-    (refused,) = with_template(base_tokenizer, renaming).mask([Chat([QUESTION, ANSWER, more])])
+    (refused,) = with_template(base_tokenizer, renaming).mask([Chat([QUESTION, ANSWER, OR_SIX])])
     assert isinstance(refused, UnknownPrompt) and "role assistant" in str(refused)
 
 
@@ -631,19 +580,10 @@ KIMI = (
 
 def test_an_id_that_stands_only_with_the_result_does_not_belong_to_the_call(base_tokenizer):
     call = {"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": {"n": 2}}}
-    messages = [
-        QUESTION,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "4", "tool_call_id": "functions.add:0"},
-        ANSWER,
-    ]
+    calling, result = {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "4"}
+    messages = [QUESTION, calling, result | {"tool_call_id": "functions.add:0"}, ANSWER]
     expected = ['<call>functions.add:0 {"n": 2}</call><|im_end|>', "Five.<|im_end|>"]
     assert trained_texts(with_template(base_tokenizer, KIMI), messages) == expected
-
-
-def test_templates_run_in_the_sandbox(base_tokenizer):
-    with pytest.raises(ValueError, match=r"__class__.*unsafe"):
-        with_template(base_tokenizer, CHATML_TEMPLATE + "{{ ''.__class__.__mro__ }}")
 
 
 def test_midnight_does_not_matter(base_tokenizer, monkeypatch):
@@ -669,12 +609,8 @@ def test_midnight_does_not_matter(base_tokenizer, monkeypatch):
 
 
 def test_prompts_that_end_with_a_space_are_usable(base_tokenizer):
-    template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
     tokenizer = copy.deepcopy(base_tokenizer)
-    tokenizer.chat_template = template
+    tokenizer.chat_template = COLON_TEMPLATE
     masker = ChatMasker(tokenizer)
     assert len(masker.check_template()) <= 1
     assert trained_texts(masker, [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
@@ -709,27 +645,15 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
 def calls(*arguments: dict, ids: tuple[str, ...] = ("a", "b")) -> dict:
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"id": id, "type": "function", "function": {"name": "add", "arguments": values}}
-            for id, values in zip(ids, arguments, strict=False)
-        ],
-    }
+    made = [{"id": id, "type": "function", "function": {"name": "add", "arguments": values}}
+            for id, values in zip(ids, arguments, strict=False)]  # fmt: skip
+    return {"role": "assistant", "content": None, "tool_calls": made}
 
 
 CALLS_ALONE = {"role": "assistant", "tool_calls": calls({"x": "y"})["tool_calls"]}
 
 
-def trained_with_tools(masker: ChatMasker, messages: list[dict]) -> list[str]:
-    (masked,) = masker.mask([Chat(messages, tools=[TOOL])])
-    if isinstance(masked, ValueError):
-        raise masked
-    expected = masker.tokenizer.apply_chat_template(messages, tools=[TOOL], return_dict=True)["input_ids"]
-    assert masked.input_ids == expected
-    runs = split_by_training(masked.input_ids, masked.labels)
-    return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
+trained_with_tools = partial(trained_texts, tools=[TOOL])
 
 
 def test_tool_calls_are_trained_as_the_template_writes_them(base_tokenizer):

@@ -187,9 +187,7 @@ QWEN3 = {
 }
 MORE_AFTER_OPENING = f"\nMore.\n</think>\n\nSix.{IM_END}"
 QWEN3_OFF = plain(
-    IM_END,
-    reasoning=[f"Five.{IM_END}", MORE_AFTER_OPENING],
-    tools=[QWEN_CALL, f"Five.{IM_END}", f"Six.{IM_END}"],
+    IM_END, reasoning=[f"Five.{IM_END}", MORE_AFTER_OPENING], tools=[QWEN_CALL, f"Five.{IM_END}", f"Six.{IM_END}"]
 ) | {"<think>": [f"Five.{IM_END}", MORE_AFTER_OPENING]}
 QWEN35_EMPTY = "\n</think>\n\n"  # the prompt has opened the block
 QWEN35 = {
@@ -266,6 +264,16 @@ QWEN3_MARKED = plain(
 NO_TURNS = {case: NOT_KNOWN["no stop"] for case in CASES if case != "tools"} | {"tools": Refused("row's tools")}
 CALLS_LOST = Refused("tool calls of message 2 (assistant) 0 times")
 SYSTEM_LOST = Refused("content of message 1 (system) 0 times")
+MISTRAL_V3 = plain("</s>", before=" ", trims=True, system=SYSTEM_LOST, consecutive=NO,
+                   tools=[f"[TOOL_CALLS] {MISTRAL_CALL}", " Five.</s>", " Six.</s>"])  # fmt: skip
+MISTRAL_V7 = plain("</s>", before=" ", tools=Refused("Only user, system and assistant"),
+                   consecutive=[" Five.</s> Six.</s>"])  # fmt: skip
+TEKKEN = plain("</s>", system=SYSTEM_LOST, tools=[f"[TOOL_CALLS]{MISTRAL_CALL}", "Five.</s>", "Six.</s>"],
+               consecutive=NO)  # fmt: skip
+GEMMA_2 = plain("<end_of_turn>", trims=True, system=Refused("System role not supported"), tools=NO, consecutive=NO)
+LFM = plain(IM_END, reasoning=[f"Five.{IM_END}", f"<think>More.</think>Six.{IM_END}"],
+            tools=[LFM_CALL, f"Five.{IM_END}", f"Six.{IM_END}"])  # fmt: skip
+GRANITE = ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
 
 FAMILIES = {
     "ChatML": Family("chatml", trained=plain(IM_END), **CHATML),
@@ -289,41 +297,10 @@ FAMILIES = {
         "trl:llama3_2", trained=plain(EOT, trims=True, tools=[LLAMA_CALL, f"Five.{EOT}", f"Six.{EOT}"]), **LLAMA3
     ),
     "Mistral v1": Family("mistral_v1", trained=plain("</s>", before=" ", tools=NO, consecutive=NO), **LLAMA2),
-    "Mistral v3": Family(
-        "mistral_v3",
-        trained=plain(
-            "</s>",
-            before=" ",
-            trims=True,
-            system=SYSTEM_LOST,
-            tools=[f"[TOOL_CALLS] {MISTRAL_CALL}", " Five.</s>", " Six.</s>"],
-            consecutive=NO,
-        ),
-        metaspace=True,
-        **MISTRAL,
-    ),
-    "Mistral v7": Family(
-        "mistral_v7",
-        trained=plain(
-            "</s>", before=" ", tools=Refused("Only user, system and assistant"), consecutive=[" Five.</s> Six.</s>"]
-        ),
-        metaspace=True,
-        **MISTRAL,
-    ),
-    "Mistral Tekken": Family(
-        "mistral_tekken",
-        trained=plain(
-            "</s>", system=SYSTEM_LOST, tools=[f"[TOOL_CALLS]{MISTRAL_CALL}", "Five.</s>", "Six.</s>"], consecutive=NO
-        ),
-        **MISTRAL,
-    ),
-    "Gemma 1, 2": Family(
-        "trl:gemma",
-        trained=plain(
-            "<end_of_turn>", trims=True, system=Refused("System role not supported"), tools=NO, consecutive=NO
-        ),
-        **GEMMA,
-    ),
+    "Mistral v3": Family("mistral_v3", trained=MISTRAL_V3, metaspace=True, **MISTRAL),
+    "Mistral v7": Family("mistral_v7", trained=MISTRAL_V7, metaspace=True, **MISTRAL),
+    "Mistral Tekken": Family("mistral_tekken", trained=TEKKEN, **MISTRAL),
+    "Gemma 1, 2": Family("trl:gemma", trained=GEMMA_2, **GEMMA),
     "Gemma 3": Family("trl:gemma3", trained=plain("<end_of_turn>", trims=True, tools=NO, consecutive=NO), **GEMMA),
     "Phi 3": Family("trl:phi3", trained=plain(END), metaspace=True, **PHI3),
     "Phi 3 medium": Family("phi3_medium", trained=plain(END, system=SYSTEM_LOST), metaspace=True, **PHI3),
@@ -353,10 +330,7 @@ FAMILIES = {
         "trl:cohere2", trained=plain("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", tools=NO, consecutive=NO), **COHERE
     ),
     "Granite 3": Family(
-        "granite3",
-        trained=plain("<|end_of_text|>", tools=CALLS_LOST),
-        eos="<|end_of_text|>",
-        special=("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
+        "granite3", trained=plain("<|end_of_text|>", tools=CALLS_LOST), eos="<|end_of_text|>", special=GRANITE
     ),
     "OLMo": Family("olmo", trained=plain("<|endoftext|>", system=SYSTEM_LOST), eos="<|endoftext|>"),
     "OLMo 2": Family("olmo2", trained=plain("<|endoftext|>"), eos="<|endoftext|>", bos="<|endoftext|>"),
@@ -364,9 +338,7 @@ FAMILIES = {
     "SmolLM 3": Family("smollm3", trained=plain(IM_END), **CHATML),
     "Nemotron Mini": Family("nemotron_mini", trained=NO_TURNS | {"tools": CALLS_LOST}, **LLAMA2),
     "Nemotron Super 49B": Family(
-        "nemotron_super_49b",
-        trained=plain(EOT, trims=True) | {"<think>": [f"Five.{EOT}", f"Six.{EOT}"]},
-        **LLAMA3,
+        "nemotron_super_49b", trained=plain(EOT, trims=True) | {"<think>": [f"Five.{EOT}", f"Six.{EOT}"]}, **LLAMA3
     ),
     "Nemotron 3 Nano": Family("trl:nemotron_3_nano", trained=NANO, **CHATML),
     "Falcon 7B": Family("falcon_7b", trained=NO_TURNS, eos="<|endoftext|>"),
@@ -378,14 +350,7 @@ FAMILIES = {
     "GLM 4 MoE, marked": Family("trl:glm4moe_training", trained=GLM_MARKED, **GLM),
     "Nemotron 3 Nano, marked": Family("trl:nemotron_3_nano_training", trained=NANO, **CHATML),
     "LFM 2.5, marked": Family(
-        "trl:lfm2_2_5",
-        trained=plain(
-            IM_END,
-            reasoning=[f"Five.{IM_END}", f"<think>More.</think>Six.{IM_END}"],
-            tools=[LFM_CALL, f"Five.{IM_END}", f"Six.{IM_END}"],
-        )
-        | {"<think>": [f"Five.{IM_END}", f"{MORE}{IM_END}"]},
-        **CHATML,
+        "trl:lfm2_2_5", trained=LFM | {"<think>": [f"Five.{IM_END}", f"{MORE}{IM_END}"]}, **CHATML
     ),
 }
 REFUSED_TEMPLATES = ("Nemotron Mini", "Falcon 7B")

@@ -49,7 +49,6 @@ PROGRAMS = (
 )
 WITHOUT_CHOICES = {BoardOptions, ContinualOptions, ExportRunOptions, PlotOptions, SweepOptions, VerifyOptions}
 CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]
-FORMATS = (*doors.TEXT_FORMATS, *doors.NAMED_FORMATS)
 # What the code has, by option, unless the choices are the table's own; of options of several programs, for all of them.
 CODE: dict[str, Collection[str]] = {
     "control_tokens": CONTROL_MODES,

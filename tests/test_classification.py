@@ -18,8 +18,8 @@ from peft import PeftModel
 from plain_loop import train_plainly
 from processes import flags
 from safetensors.torch import load_file, save_file
+from small_runs import read_rows
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, save_classifier, write_classified
-from tiny_data import read_lines
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import (
     AutoModelForMaskedLM,
@@ -92,10 +92,6 @@ def train_with_transformers(inputs: dict, *, label_type: str = "single", loss=No
     sizes = dict(num_steps=STEPS, batch_size=BATCH_SIZE, seed=SEED)
     losses, norms = train_plainly(model, data, backward, **sizes, learning_rate=LEARNING_RATE, eps=1e-4)
     return losses, norms, dict(model.named_parameters())
-
-
-def read_rows(output_dir: Path) -> list[dict]:
-    return read_lines(output_dir / "training_metrics_0.jsonl")
 
 
 def assert_equal_to(output_dir: Path, expected: tuple[list, list, dict]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_runs import tokenize_rows
+from data_runs import read_file, tokenize_rows
 from make_encoder import train_word_pieces
 from make_tiny_model import train_tokenizer
 from tiny_data import read_lines, write_jsonl
@@ -22,7 +22,7 @@ from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask
-from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.files import find_sources
 from mini_trainer.data.rows.preparing import survey_labels
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -207,21 +207,14 @@ def test_a_table_holds_what_datasets_reads(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     random = np.random.default_rng(0)
     alphabet = [*"ab ,\"\n';:|éü你\u2028\t", '""', "\r\n"]
-    rows = [
-        {
-            "text": "x" + "".join(random.choice(alphabet, 12)),
-            "prompt": f"{i}",
-            "completion": "".join(random.choice(alphabet, 5)) + "y",
-        }
-        for i in range(300)
-    ]
+    made = [("".join(random.choice(alphabet, 12)), "".join(random.choice(alphabet, 5))) for _ in range(300)]
+    rows = [{"text": f"x{a}", "prompt": f"{i}", "completion": f"{b}y"} for i, (a, b) in enumerate(made)]
     write_csv(tmp_path / "a.csv", rows)
     features = datasets.Features(dict.fromkeys(rows[0], datasets.Value("string")))
     theirs = datasets.Dataset.from_csv(
         str(tmp_path / "a.csv"), features=features, cache_dir=str(tmp_path / "cache"), keep_default_na=False
     )
-    (source,) = find_sources([str(tmp_path / "a.csv")])
-    ours = [row.value for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+    ours = [row.value for row in read_file(tmp_path / "a.csv")]
     assert ours == [dict(row) for row in theirs] == rows
 
 
@@ -341,10 +334,8 @@ def test_what_is_too_long_is_dropped_or_cut_as_the_tokenizer_cuts(encoder, word_
     assert (data.lengths.tolist(), data.num_loss_tokens.tolist()) == ([7], [5])
     chat = {"messages": [{"role": "user", "content": "good " * 30}], "label": "x"}
     source = write_jsonl(tmp_path / "c.jsonl", [chat, {**chat, "label": "y"}])
-    assert prepare(decoder, source, tmp_path / "c.arrow", max_sample_num_tokens=9, truncate=True).lengths.tolist() == [
-        9,
-        9,
-    ]
+    data = prepare(decoder, source, tmp_path / "c.arrow", max_sample_num_tokens=9, truncate=True)
+    assert data.lengths.tolist() == [9, 9]
 
 
 # --- what is refused
@@ -359,16 +350,11 @@ BROKEN = {  # file, what follows two good rows (or a whole file), the message
     "nan_cell.csv": (TABLE + b"x,nan\n", r"nan_cell.csv:4: 'label' is 'nan'"),
     "empty_cell.csv": (TABLE + b"x,\n", r"empty_cell.csv:4: .*'label' .*--columns label="),
     "no_text.csv": (TABLE + b",pos\n", r"no_text.csv:4: .*'text' .*\['label'\] .*--columns text="),
-    "blank_text.jsonl": (
-        ROW + b'{"text": " ", "label": "pos"}\n',
-        r"blank_text.jsonl:3: 'text' is ' '",
-    ),
+    "blank_text.jsonl": (ROW + b'{"text": " ", "label": "pos"}\n', r"blank_text.jsonl:3: 'text' is ' '"),
     "object.jsonl": (ROW + b'{"text": "x", "label": {"a": 1}}\n', r"object.jsonl:3: 'label' is {'a': 1}"),
     "half.jsonl": (ROW + b'{"text": "\\ud800", "label": "pos"}\n', r"half.jsonl:3: .*\\ud800"),
-    "two.jsonl": (
-        ROW + b'{"text": "x", "tokens": ["x"], "label": "pos"}\n',
-        r"two.jsonl:3: .*'text' and 'tokens': .*--columns text=",
-    ),
+    "two.jsonl": (ROW + b'{"text": "x", "tokens": ["x"], "label": "pos"}\n',
+                  r"two.jsonl:3: .*'text' and 'tokens': .*--columns text="),
     "columns.csv": (TABLE + b"a,b,c\n", r"columns.csv:4: 3 cells, .* 2 columns"),
     "too_few.csv": (TABLE + b"only\n", r"too_few.csv:4: 1 cells, .* 2 columns"),
     "latin.csv": (TABLE + b"caf\xe9,pos\n", r"latin.csv:4: not UTF-8: b'\\xe9'"),
@@ -382,27 +368,16 @@ BROKEN = {  # file, what follows two good rows (or a whole file), the message
     "other.csv": (b"review,stars\na,1\nb,2\n", r"other.csv:2: .*'stars'\] \(--columns text=\)"),
     "header.csv": (b"text,label\n", r"header.csv: .*no rows"),
     "words.jsonl": (b'{"tokens": ["a", "b"], "labels": ["O"]}\n', r"words.jsonl:1: 1 labels .* 2 words"),
-    "null_word.jsonl": (
-        b'{"tokens": ["a", "b"], "labels": ["O", null]}\n',
-        r"null_word.jsonl:1: 'labels', word 2 ",
-    ),
-    "empty_word.jsonl": (
-        b'{"tokens": ["a", " "], "labels": ["O", "B"]}\n',
-        r"empty_word.jsonl:1: 'tokens, word 2' is ' '",
-    ),
-    "lost_word.jsonl": (
-        '{"tokens": ["a", "\u200b"], "labels": ["O", "B"]}\n'.encode(),
-        r"lost_word.jsonl:1: word 2, '.*', .*no token",
-    ),
-    "mixed.jsonl": (
-        ROW + b'{"tokens": ["x"], "labels": ["pos"]}\n',
-        r"mixed.jsonl:1\) .*mixed.jsonl:3\); .*--label-type",
-    ),
-    "one_hot.jsonl": (
-        b'{"text": "a", "label": [0, 1, 0]}\n{"text": "b", "label": [1, 2]}\n',
-        r"one_hot.jsonl:1: .*label 0 .*twice",
-    ),
-}
+    "null_word.jsonl": (b'{"tokens": ["a", "b"], "labels": ["O", null]}\n', r"null_word.jsonl:1: 'labels', word 2 "),
+    "empty_word.jsonl": (b'{"tokens": ["a", " "], "labels": ["O", "B"]}\n',
+                         r"empty_word.jsonl:1: 'tokens, word 2' is ' '"),
+    "lost_word.jsonl": ('{"tokens": ["a", "\u200b"], "labels": ["O", "B"]}\n'.encode(),
+                        r"lost_word.jsonl:1: word 2, '.*', .*no token"),
+    "mixed.jsonl": (ROW + b'{"tokens": ["x"], "labels": ["pos"]}\n',
+                    r"mixed.jsonl:1\) .*mixed.jsonl:3\); .*--label-type"),
+    "one_hot.jsonl": (b'{"text": "a", "label": [0, 1, 0]}\n{"text": "b", "label": [1, 2]}\n',
+                      r"one_hot.jsonl:1: .*label 0 .*twice"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_runs import tokenize_rows
 from forked import run_forked
+from processes import flags
 from tiny_data import read_lines, write_jsonl
 
 from mini_trainer.data.columns.base import IGNORED
@@ -200,14 +201,7 @@ def test_labels_and_scores_of_what_is_classified_stay_usable_and_weights_do_not(
 @pytest.mark.long
 def test_the_script_and_a_run_from_rows_end_with_the_same_message(model, tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "12?", "completion": " 41", "label": False}])
-    paths = [
-        "--input-file",
-        str(source),
-        "--output-file",
-        str(tmp_path / "o.arrow"),
-        "--model-name-or-path",
-        str(model),
-    ]
+    paths = flags(input_file=source, output_file=tmp_path / "o.arrow", model_name_or_path=model)
     result = run_forked(0, "process_data.py", *paths)
     message = "in.jsonl:1: has 'label' (False)"
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
@@ -222,21 +216,15 @@ def test_the_script_and_a_run_from_rows_end_with_the_same_message(model, tmp_pat
 
 
 def test_the_documented_row_of_axolotl(model, tokenizer, tmp_path):
-    rows = [
-        {
-            "conversations": [
-                {"from": "human", "value": "Hello", "training": False},
-                {"from": "assistant", "value": "Hello", "training": True},
-                {"from": "human", "value": "How are you?", "training": True},
-                {"from": "assistant", "value": "I'm doing very well, thank you!", "training": False},
-            ]
-        },
+    conversations = [
+        {"from": "human", "value": "Hello", "training": False},
+        {"from": "assistant", "value": "Hello", "training": True},
+        {"from": "human", "value": "How are you?", "training": True},
+        {"from": "assistant", "value": "I'm doing very well, thank you!", "training": False},
     ]
-    texts = []
-    for row in rows:
-        (sample,) = prepare(model, write_jsonl(tmp_path / "in.jsonl", [row]))
-        texts.append(tokenizer.decode([label for label in sample["labels"] if label != IGNORED]))
-    assert texts == ["Hello<|im_end|>How are you?<|im_end|>"]
+    (sample,) = prepare(model, write_jsonl(tmp_path / "in.jsonl", [{"conversations": conversations}]))
+    trained = tokenizer.decode([label for label in sample["labels"] if label != IGNORED])
+    assert trained == "Hello<|im_end|>How are you?<|im_end|>"
 
 
 def test_two_marks_of_one_meaning_refuse_the_row():

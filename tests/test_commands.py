@@ -38,16 +38,8 @@ NEEDS_RUNS = {"curves", "using"}  # pages that look at runs of the reader's
 CAPITALS = {"Peru": "Lima", "Mali": "Bamako", "Oman": "Muscat", "Cuba": "Havana", "Iran": "Tehran", "Chad": "N'Djamena"}
 OPINIONS = {"good": "positive", "great": "positive", "bad": "negative", "dull": "negative"}
 TEXT_MODELS = (
-    "M",
-    "base",
-    "tuned",
-    "math",
-    "code",
-    "BIG",
-    "SMALL",
-    "Qwen/Qwen3-0.6B",
-    "Qwen/Qwen3-8B",
-    "Qwen/Qwen2.5-7B",
+    *("M", "base", "tuned", "math", "code", "BIG", "SMALL"),
+    *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-7B"),
 )
 VISION_MODELS = ("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct")
 RUN = {"model_name_or_path": "M", "data_path": "chats.arrow", "validation_data_path": "chats.validation.arrow"}
@@ -138,10 +130,7 @@ def belongings(tmp_path_factory) -> Path:
     """What a reader of the pages has: models, rows, data sets and the repository's recipes."""
     path = tmp_path_factory.mktemp("belongings")
     chats = [
-        [
-            {"role": "user", "content": f"Name the capital of {country}. ({i})"},
-            {"role": "assistant", "content": city},
-        ]
+        [{"role": "user", "content": f"Name the capital of {country}. ({i})"}, {"role": "assistant", "content": city}]
         for i in range(8)
         for country, city in CAPITALS.items()
     ]
@@ -171,13 +160,7 @@ def belongings(tmp_path_factory) -> Path:
     make_image(0).save(path / "photos" / "0.png")
     (path / "run.yaml").write_text(json.dumps(RUN | {"output_dir": "runs/planned"}))
     axolotl = {"base_model": "M", "datasets": [{"path": "chats.jsonl", "ds_type": "json", "type": "chat_template"}]}
-    axolotl |= {
-        "micro_batch_size": 1,
-        "num_epochs": 1,
-        "learning_rate": 1e-4,
-        "sequence_len": 512,
-        "output_dir": "runs/x",
-    }
+    axolotl |= dict(micro_batch_size=1, num_epochs=1, learning_rate=1e-4, sequence_len=512, output_dir="runs/x")
     (path / "axolotl.yaml").write_text(json.dumps(axolotl | {"optimizer": "adamw_torch", "lr_scheduler": "cosine"}))
     (path / "examples").symlink_to(ROOT / "examples")
     shell = Shell(path, tmp_path_factory.mktemp("tools") / "bin")

@@ -11,17 +11,7 @@ from forked import run_forked
 from functorch.compile import make_boxed_func
 from processes import flags
 from small_runs import LENGTHS, OPTIONS, make_inputs, make_micro_batch
-from tiny_models import (
-    FAMILIES,
-    SHAPE,
-    VOCAB_SIZE,
-    build,
-    check,
-    compile_by,
-    make_osft,
-    save_model,
-    save_tokenizer,
-)
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, compile_by, make_osft, save_model, save_tokenizer
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -177,10 +167,7 @@ def fail(graph, inputs):
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [
-        (
-            miscompile("fw"),
-            r"computes .*\(2 of 2 ",
-        ),
+        (miscompile("fw"), r"computes .*\(2 of 2 "),
         long(miscompile("bw"), "computes "),
         long(fail, "cannot .*no compiler found"),
     ],

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from breadth import long
 from forked import run_forked
 from processes import flags
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE
+from tiny_models import FAMILIES, VOCAB_SIZE, change_json
 from transformers import GPT2Config
 
 from mini_trainer.data.stores.model_files import check_values, find_model
@@ -47,14 +46,9 @@ def model(model, tmp_path) -> Path:
     return shutil.copytree(model, tmp_path / "model")
 
 
-def change(file: Path, key: str, value: Any) -> None:
-    content = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(content | {key: value}))
-
-
 @pytest.mark.parametrize(("name", "key", "value"), WRONG, ids=lambda value: str(value)[:24])
 def test_a_value_out_of_range_is_refused_where_every_program_finds_its_model(name, key, value, model):
-    change(model / name, key, value)
+    change_json(model / name, **{key: value})
     shown = f"{key} is " if key != "text_config" else "hidden_size is "
     with pytest.raises(ValueError, match=f"^{model / name}: {shown}"):
         find_model(str(model), revision=None, trust_remote_code=False)
@@ -62,7 +56,7 @@ def test_a_value_out_of_range_is_refused_where_every_program_finds_its_model(nam
 
 @pytest.mark.parametrize(("key", "value"), REFUSED_BY_TRANSFORMERS, ids=str)
 def test_what_transformers_refuses_is_one_message_with_the_file(key, value, model):
-    change(model / CONFIG, key, value)
+    change_json(model / CONFIG, **{key: value})
     loads = [lambda: load_config(str(model), TextFamily()), lambda: find_answering_model(str(model))]
     if key in ("hidden_size", "num_attention_heads"):  # a tokenizer does without some of the others
         loads.append(lambda: load_tokenizer(str(model)))
@@ -73,14 +67,14 @@ def test_what_transformers_refuses_is_one_message_with_the_file(key, value, mode
 
 
 def test_a_value_that_only_the_models_code_finds_odd_names_the_file(model):
-    change(model / CONFIG, "hidden_act", "nonsense")
+    change_json(model / CONFIG, hidden_act="nonsense")
     found = find_answering_model(str(model))
     with pytest.raises(ValueError, match=f"{model / CONFIG}: .*'nonsense'"):
         load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_a_generation_config_that_transformers_refuses_is_named(model):
-    change(model / GENERATION, "max_new_tokens", -5)
+    change_json(model / GENERATION, max_new_tokens=-5)
     config = load_config(str(model), TextFamily())
     for read in (lambda: load_generation_config(str(model), config), lambda: read_generation_config(model)):
         with pytest.raises(ValueError, match=f"{model / GENERATION}: .*max_new_tokens"):
@@ -90,10 +84,8 @@ def test_a_generation_config_that_transformers_refuses_is_named(model):
 def test_real_configs_are_not_refused():
     for config in (*FAMILIES.values(), GPT2Config()):
         check_values(json.loads(config.to_json_string()), Path(CONFIG))
-    check_values(
-        {"intermediate_size": [8, 16], "num_key_value_heads": None, "num_experts": 0, "vocab_size": 262_208},
-        Path(CONFIG),
-    )
+    values = {"intermediate_size": [8, 16], "num_key_value_heads": None, "num_experts": 0, "vocab_size": 262_208}
+    check_values(values, Path(CONFIG))
     check_values({"eos_token_id": [1, 2], "pad_token_id": -1, "temperature": 0, "top_k": -1}, Path(GENERATION))
 
 
@@ -118,34 +110,27 @@ def list_programs(model: Path, data: Path, folder: Path) -> dict[str, list[objec
     }
 
 
-@pytest.mark.parametrize("program", list_programs(Path(), Path(), Path()))
-@pytest.mark.parametrize(
-    ("name", "key", "value", "shown"),
-    [(CONFIG, "hidden_size", 10**12, "hidden_size is"), (GENERATION, "eos_token_id", "x", "eos_token_id is")],
-)
-def test_every_program_ends_with_one_message(name, key, value, shown, program, model, data, tmp_path):
-    change(model / name, key, value)
-    done = run_forked(0, *list_programs(model, data, tmp_path)[program])
-    text = done.stdout + done.stderr
-    assert done.returncode == 2 and f"{model / name}: {shown}" in text
-    assert "Traceback" not in text
-    assert not list(tmp_path.glob("*.arrow")) and not list(tmp_path.glob("answers*"))
-
-
-BY_CODE = [
+ALL = tuple(list_programs(Path(), Path(), Path()))
+NAMED = [
+    (CONFIG, "hidden_size", 10**12, "config.json: hidden_size is"),
+    (GENERATION, "eos_token_id", "x", "generation_config.json: eos_token_id is"),
+]
+BY_CODE = [  # only code finds these out
     (CONFIG, "num_attention_heads", None, "Field 'num_attention_heads' expected int"),
     (CONFIG, "hidden_act", "nonsense", "KeyError: 'nonsense'"),
     (GENERATION, "max_new_tokens", -5, "`max_new_tokens`"),
 ]
-WITHOUT = {"evaluate": ("max_new_tokens",)}  # what a program does not read
+PROGRAMS = [(program, *case) for program in ALL for case in NAMED]
+PROGRAMS += [(program, *case) for program in ("train", "generate") for case in BY_CODE]
+PROGRAMS += [("evaluate", *case) for case in BY_CODE[:2]]  # which does not read the third
+PROGRAMS += [long("plan", *case) for case in BY_CODE]
 
 
-@pytest.mark.parametrize("program", ["train", long("plan"), "generate", "evaluate"])
-@pytest.mark.parametrize(("name", "key", "value", "shown"), BY_CODE)
-def test_what_only_code_finds_out_is_one_message_too(name, key, value, shown, program, model, data, tmp_path):
-    if key in WITHOUT.get(program, ()):
-        return
-    change(model / name, key, value)
+@pytest.mark.parametrize(("program", "name", "key", "value", "shown"), PROGRAMS)
+def test_every_program_ends_with_one_message(program, name, key, value, shown, model, data, tmp_path):
+    change_json(model / name, **{key: value})
     done = run_forked(0, *list_programs(model, data, tmp_path)[program])
-    assert done.returncode == 2 and shown in done.stdout + done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+    text = done.stdout + done.stderr
+    assert done.returncode == 2 and (f"{model}/{shown}" if shown.startswith(name) else shown) in text
+    assert "Traceback" not in text
+    assert not list(tmp_path.glob("*.arrow")) and not list(tmp_path.glob("answers*"))

@@ -1,6 +1,5 @@
 """Ranks that share a packed row (--context-parallel) compute what ranks with rows of their own do, to 1e-6 in fp32."""
 
-import json
 import re
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +13,7 @@ from forked import run_forked
 from in_process import train_forked, train_here
 from safetensors.torch import load_file
 from small_runs import BATCH_SIZE, LENGTHS, OPTIONS, make_inputs, make_samples_of, read_rows
+from tiny_data import read_lines
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, load_source, save_model
 from transformers import GptOssConfig, PreTrainedConfig, Qwen3Config, RobertaConfig
 
@@ -117,7 +117,7 @@ def test_a_run_can_share_rows_from_a_checkpoint_on(world, tmp_path):
             assert row[name] == expected[name], name
     assert max(row["packing_efficiency"] for row in rows) <= 1
     losses, expected_losses = (
-        [json.loads(line)["loss"] for line in (tmp_path / name / "validation_metrics_0.jsonl").read_text().splitlines()]
+        [row["loss"] for row in read_lines(tmp_path / name / "validation_metrics_0.jsonl")]
         for name in ("shared", "alone")
     )
     assert losses == pytest.approx(expected_losses, rel=1e-6) and len(losses) == 3

@@ -89,11 +89,7 @@ def check_adding(root: Path, settings: dict[str, Any]) -> None:
 
 WRONG_LATER = [
     ({"max_tokens_per_gpu": 4}, {}, r"shout: train: "),
-    (
-        {"lora": True, "lora_target_modules": ["q_prj"]},
-        {},
-        "shout: train: --lora-target-modules q_prj",
-    ),
+    ({"lora": True, "lora_target_modules": ["q_prj"]}, {}, "shout: train: --lora-target-modules q_prj"),
 ]
 
 

@@ -133,10 +133,7 @@ def change_metric(t: int, kind: str, name: str, cell: Cell) -> Cell:
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (
-            make_experiment("other", tasks=("math", "code", "art")),
-            "its tasks .*math, code, art, .*math, code, law",
-        ),
+        (make_experiment("other", tasks=("math", "code", "art")), "its tasks .*math, code, art, .*math, code, law"),
         (make_experiment("other", probes=()), "its probes .*world_knowledge"),
         (replace_cells(make_experiment("other"), change_metric), "law .*40 .*rouge_l, .*40 "),
         (make_experiment("other", num_questions=30), "math .*30 .*40 "),

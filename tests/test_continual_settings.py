@@ -73,14 +73,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"train": {"output_dir": "x"}}, "train: output_dir: is set"),
     (GOOD | {"train": {"max-epochs": 1, "max_epochs": 2}}, "train: max_epochs: is given"),
     (GOOD | {"train": {"max_epochs": 1, "teacher_divergence": "jsd"}}, "--teacher-divergence: "),
-    (
-        GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": {"max_epochs": 1, "teacher_model": "x"}},
-        "replay: teacher_weight: train of a, b has a teacher_model",
-    ),
-    (
-        GOOD | {"train": {"max_epochs": 1, "validate_every_steps": 5}, "tasks": [A | {"validation": "v.jsonl"}, B]},
-        "tasks: b: train: ",
-    ),
+    (GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": {"max_epochs": 1, "teacher_model": "x"}},
+     "replay: teacher_weight: train of a, b has a teacher_model"),
+    (GOOD | {"train": {"max_epochs": 1, "validate_every_steps": 5}, "tasks": [A | {"validation": "v.jsonl"}, B]},
+     "tasks: b: train: "),
     (GOOD | {"train": {"max_epochs": 1, "save_final_checkpoint": False}}, "save_final_checkpoint"),
     (GOOD | {"train": OSFT | {"lora": True}}, "tasks: a: train: --lora and --osft "),
     (change_task(train={"learning_rate": "fast"}), "tasks[1]: train: learning_rate cannot be 'fast'"),
@@ -93,10 +89,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"replay": "rows"}, "replay: given 'rows'"),
     (GOOD | {"replay": {"share": 0.1}}, "replay: kind: required"),
     (GOOD | {"replay": {"kind": "row"}}, "replay: kind cannot be 'row'"),
-    (
-        GOOD | {"replay": {"kind": "rows", "num_prompts": 3}},
-        "replay: num_prompts has no effect with kind rows, only with own-answers",
-    ),
+    (GOOD | {"replay": {"kind": "rows", "num_prompts": 3}},
+     "replay: num_prompts has no effect with kind rows, only with own-answers"),
     (GOOD | {"replay": {"kind": "own-answers", "num_prompts": 0}}, "replay: num_prompts 0: must be at least 1"),
     (GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": TAUGHT}, "train of a, b has a teacher_weight"),
     (GOOD | {"replay": {"kind": "rows"}, "tasks": [A]}, "replay: has no effect with one task; give known"),
@@ -112,7 +106,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (of_methods({"train": {"foo": 1}}), "methods: one: train: unknown option 'foo'"),
     (of_methods({"train": {"lora": True}}, train=[1]), "train: given [1]"),
     (drop("output_dir", of_methods({})), "output_dir: required"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "message"), WRONG, ids=[message[:60] for _, message in WRONG])
@@ -323,12 +317,7 @@ def test_a_changed_record_is_refused_by_key(changes: Any, keys: str, good: dict[
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [
-        ("{}", "(see options)"),
-        ('{"options": 3}', "(see options)"),
-        ("[]", "a list"),
-        ("", "Expecting value"),
-    ],
+    [("{}", "(see options)"), ('{"options": 3}', "(see options)"), ("[]", "a list"), ("", "Expecting value")],
 )
 def test_a_damaged_record_of_a_stage_is_refused_by_key(text: str, told: str, tmp_path: Path):
     stage = Stage(program="train", folder=tmp_path, options={"output_dir": str(tmp_path / "run"), "max_steps": 1})
@@ -349,11 +338,7 @@ ONE = SetSettings(name="a", test="a.jsonl", metric="exact_match")
     ("kind", "text", "told"),
     [
         ("score", "{}", "a.scores.jsonl: line 1 "),
-        (
-            "score",
-            '{"scores": {"exact_match": 1}}\n{"scores": {"exact_match": "x"}}',
-            "as exact_match",
-        ),
+        ("score", '{"scores": {"exact_match": 1}}\n{"scores": {"exact_match": "x"}}', "as exact_match"),
         ("score", "", "as exact_match"),
         ("loss", "3", "a_held_out.losses.jsonl: line 1 "),
         ("loss", '{"num_targets": "x", "loss_sum": 1}', "see num_targets"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_runs import read_file
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,16 +38,12 @@ READ_AS = [
     ({"messages": [USER, ANSWER], "tools": [], "prompt": "a", "text": "b"}, Chat([USER, ANSWER])),
     ({"messages": [USER, ANSWER | {"weight": 0.5}]}, Chat([USER, ANSWER | {"weight": 0.5}])),
     ({"messages": [USER, ANSWER | {"train": False}]}, Chat([USER, ANSWER | {"train": False}])),
-    (
-        {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
-        Chat([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]),
-    ),
+    ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+     Chat([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}])),
     ({"messages": [{"role": "pretrain", "content": "a"}]}, Document("a")),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, Chat([USER, ANSWER])),
-    (
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}], "system": "s"},
-        Chat([{"role": "system", "content": "s"}, USER, ANSWER | {"weight": 0}]),
-    ),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}], "system": "s"},
+     Chat([{"role": "system", "content": "s"}, USER, ANSWER | {"weight": 0}])),
     (
         {
             "conversations": [
@@ -55,13 +52,7 @@ READ_AS = [
                 {"from": "observation", "value": "1"},
             ]
         },
-        Chat(
-            [
-                USER,
-                {"role": "assistant", "content": None, "tool_calls": [CALL]},
-                {"role": "tool", "content": "1"},
-            ]
-        ),
+        Chat([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "1"}]),
     ),
     ({"instruction": "a", "output": "b"}, Chat([USER, ANSWER])),
     ({"instruction": "a", "input": "", "output": "b", "text": "a b"}, Chat([USER, ANSWER])),
@@ -71,7 +62,7 @@ READ_AS = [
     ({"prompt": "a ", "generation": " b"}, Completion("a ", " b")),
     ({"document": "a"}, Document("a")),
     ({"text": "a"}, Document("a")),
-]
+]  # fmt: skip
 
 
 def read_detected(chunk: Chunk, data_format: str | None) -> list:
@@ -124,27 +115,15 @@ HOSTILE = [  # a row, and what its error names
     (b'{"messages": [{"role": "user", "content": ["a"]}]}', "message 1 (user)", "content part 'a'"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "content part {'type': 'image'}", "--images"),
     (b'{"messages": [{"role": "assistant", "content": []}]}', "message 1 (assistant)", "content []"),
-    (
-        b'{"messages": [{"role": "assistant", "content": [{"type": "text", "text": " "}]}]}',
-        "message 1 (assistant)",
-        "{'text': ' '",
-    ),
-    (
-        b'{"messages": [{"role": "user", "content": "a"}, {"role": "pretrain", "content": "a"}]}',
-        "message 2",
-        "'pretrain'",
-    ),
+    (b'{"messages": [{"role": "assistant", "content": [{"type": "text", "text": " "}]}]}', "message 1 (assistant)",
+     "{'text': ' '"),
+    (b'{"messages": [{"role": "user", "content": "a"}, {"role": "pretrain", "content": "a"}]}', "message 2",
+     "'pretrain'"),
     (b'{"messages": [{"role": "pretrain", "content": 1}]}', "message 1 (pretrain)", "'content' is 1"),
-    (
-        b'{"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}',
-        "message 1 (assistant)",
-        "tool_calls [1]",
-    ),
-    (
-        b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}',
-        "message 1 (assistant)",
-        "content missing",
-    ),
+    (b'{"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}', "message 1 (assistant)",
+     "tool_calls [1]"),
+    (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', "message 1 (assistant)",
+     "content missing"),
     (b'{"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}', "message 1 (user)", "tool_calls"),
     (b'{"messages": [{"role": "assistant", "content": "a", "function_call": {}}]}', "'function_call'", "'tool_calls'"),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "'tools' is {}"),
@@ -169,7 +148,7 @@ HOSTILE = [  # a row, and what its error names
     (b'{"prompt": "a", "completion": "b", "generation": "c"}', "'completion' and 'generation'"),
     (b'{"text": 5}', "'text' is 5"),
     (b'{"text": "a", "document": "b"}', "'document' and 'text'"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HOSTILE, ids=[", ".join(named) for _, *named in HOSTILE])
@@ -265,23 +244,12 @@ def test_a_text_file_is_one_document(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\n")
     (tmp_path / "b.txt").write_bytes(b" \n")
     read = read_all(tmp_path / "a.txt", tmp_path / "b.txt")
-    assert read == [
-        ("a.txt:1", Document("one\r\n\r\ntwo\n")),
-        ("b.txt:1", None),
-    ]
+    assert read == [("a.txt:1", Document("one\r\n\r\ntwo\n")), ("b.txt:1", None)]
 
 
 def test_a_directory_is_read_by_name_without_what_is_no_data(tmp_path):
-    names = [
-        "b.jsonl",
-        "a.jsonl",
-        "deeper/c.jsonl",
-        ".hidden.jsonl",
-        ".git/d.jsonl",
-        "out.meta.json",
-        "out.rejected.jsonl",
-        "out.arrow.tokenizer/tokenizer.json",
-    ]
+    names = ["b.jsonl", "a.jsonl", "deeper/c.jsonl", ".hidden.jsonl", ".git/d.jsonl"]
+    names += ["out.meta.json", "out.rejected.jsonl", "out.arrow.tokenizer/tokenizer.json"]
     for name in [*names, "README.md"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}\n')
@@ -303,8 +271,7 @@ def test_each_file_has_its_own_format(tmp_path):
 
 def read_values(path: Path) -> list:
     """The raw values of a file's rows, with their lines."""
-    (source,) = find_sources([str(path)])
-    return [(row.line, row.value) for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+    return [(row.line, row.value) for row in read_file(path)]
 
 
 @pytest.mark.parametrize(
@@ -371,9 +338,8 @@ def test_rows_that_are_too_long_are_passed_over(tmp_path, monkeypatch):
 def test_a_damaged_json_list_is_refused(tmp_path, text):
     path = tmp_path / "cut.json"
     path.write_text(text)
-    (source,) = find_sources([str(path)])
     with pytest.raises(ValueError, match=r"cut\.json: damaged.*list"):
-        list(read_chunks(source))
+        read_file(path)
 
 
 def test_a_json_list_that_is_too_long_is_refused(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from forked import ForkedTorchrun, run_forked
 from plain_loop import train_plainly
 from processes import ROOT, flags, free_port, name_node
 from safetensors.torch import load_file
+from small_runs import read_rows
 from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
@@ -35,12 +36,8 @@ HYBRID = dict(sharding="hybrid", shard_size=2, checkpoint_every_steps=4, reshard
 def inputs(tmp_path_factory) -> dict:
     root = tmp_path_factory.mktemp("inputs")
     samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)
-    return dict(
-        root=root,
-        samples=samples,
-        model=save_tokenizer(save_model(FAMILIES["qwen3"], root / "model")),  # tied embeddings
-        data=write_samples(root / "data.arrow", samples),
-    )
+    model = save_tokenizer(save_model(FAMILIES["qwen3"], root / "model"))  # tied embeddings
+    return dict(root=root, samples=samples, model=model, data=write_samples(root / "data.arrow", samples))
 
 
 def train_command(inputs: dict, output_dir: Path, max_tokens_per_gpu: int, **options: object) -> list[str]:
@@ -49,10 +46,6 @@ def train_command(inputs: dict, output_dir: Path, max_tokens_per_gpu: int, **opt
         max_tokens_per_gpu=max_tokens_per_gpu, max_steps=STEPS, learning_rate=LEARNING_RATE, seed=SEED,
         max_grad_norm=1.0, weight_decay=0.1, adam_eps=EPS, export_dtype="float32", **options,
     )]  # fmt: skip
-
-
-def read_rows(output_dir: Path) -> list[dict]:
-    return read_lines(output_dir / "training_metrics_0.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +134,7 @@ def test_a_model_sharded_in_each_node_goes_on_from_one_sharded_over_all_and_the_
     result = run_forked(0, *train_command(inputs, after, 1000, resume=checkpoint))
     assert result.returncode == 0, result.stderr
     for output_dir, first_step in ((hybrid, 4), (after, 8)):
-        rows = read_rows(output_dir)
+        rows = read_lines(output_dir / "training_metrics_0.jsonl")
         assert [row["step"] for row in rows] == list(range(first_step + 1, STEPS + 1))
         for row, expected in zip(rows, reference[first_step:], strict=True):
             assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)

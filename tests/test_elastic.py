@@ -7,16 +7,16 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from breadth import long
 from forked import run_forked
-from processes import ENV, ROOT, count_steps, flags, free_port, list_children, name_node
-from tiny_data import make_samples, read_lines, write_samples
+from processes import ENV, ROOT, count_steps, flags, free_port, list_children, name_node, wait_until
+from small_runs import read_rows
+from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.distributed.meeting import Start
@@ -54,10 +54,6 @@ def test_each_start_in_one_store_waits_for_its_own_ranks(order):
     assert [ranks[0].store.get("value").decode() for ranks in found] == ["0", "1", "2", "3"]
 
 
-def read_rows(output_dir: Path) -> list[dict]:
-    return read_lines(output_dir / "training_metrics_0.jsonl")
-
-
 def read_world_sizes(output_dir: Path) -> list[int]:
     """The number of ranks in each start of the run."""
     path = output_dir / "training_params.json"
@@ -67,13 +63,6 @@ def read_world_sizes(output_dir: Path) -> list[int]:
 def is_listening(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def wait_for(condition: Callable[[], bool], log: Path) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -86,6 +75,7 @@ def test_a_machine_that_dies_and_returns_trains_on_with_the_losses_of_one_proces
         batch_size=100, max_tokens_per_gpu=1000, learning_rate=1e-3, lr_scheduler="constant", adam_eps=1e-6,
         checkpoint_every_steps=10,
     )  # fmt: skip
+    wait_for = partial(wait_until, seconds=300, said=log.read_text)
     port = free_port()
     meeting = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-conf=last_call_timeout=5", *name_node(2, port)[1:]]
     words = ["train", *meeting, *flags(**options, output_dir=output_dir, max_steps=100_000)]
@@ -98,16 +88,16 @@ def test_a_machine_that_dies_and_returns_trains_on_with_the_losses_of_one_proces
 
     try:
         add_machine()
-        wait_for(lambda: is_listening(port), log)  # the first one hosts the rendezvous, and stays
+        wait_for(lambda: is_listening(port))  # the first one hosts the rendezvous, and stays
         add_machine()
-        wait_for(lambda: read_world_sizes(output_dir) == [2] and count_steps(output_dir) > 20, log)
+        wait_for(lambda: read_world_sizes(output_dir) == [2] and count_steps(output_dir) > 20)
         for pid in (machines[1].pid, *list_children(machines[1].pid)):
             os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: read_world_sizes(output_dir) == [2, 1], log)
+        wait_for(lambda: read_world_sizes(output_dir) == [2, 1])
         add_machine()
-        wait_for(lambda: read_world_sizes(output_dir) == [2, 1, 2], log)
+        wait_for(lambda: read_world_sizes(output_dir) == [2, 1, 2])
         num_steps = count_steps(output_dir)
-        wait_for(lambda: count_steps(output_dir) > num_steps + 10, log)
+        wait_for(lambda: count_steps(output_dir) > num_steps + 10)
         (output_dir / "stop").touch()
         assert [machines[i].wait(60) for i in (0, 2)] == [10, 10], log.read_text()
     finally:

@@ -92,7 +92,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "another stop token": (change("generation_config.json", eos_token_id=7), "the stop tokens: "),
     "another padding token": (change("config.json", pad_token_id=5), "the padding token in config.json"),
     "another padding token of the tokenizer": (change("tokenizer_config.json", pad_token="a"), "the padding token"),
-    "a template without its stop": (drop_stop, "tokenizer and chat template"),
+    "a template without its stop": (drop_stop, "another chat template"),
     "the embedding rolled by a row": (change_weights(lambda w: {EMBEDDING: w[EMBEDDING].roll(1, 0)}), "apart"),
     "layers swapped": (change_weights(swap_layers), "apart"),
     "a norm scaled": (change_weights(lambda w: {"model.norm.weight": 1.2 * w["model.norm.weight"]}), "apart"),
@@ -109,7 +109,7 @@ def test_a_whole_export_differs_from_itself(whole, capsys):
     verify(VerifyOptions(path=(str(whole),), against="transformers"))
     assert "answers as the trained model does" in capsys.readouterr().out
     recorded = json.loads((whole / CHECK_FILE).read_text())
-    assert any(prompt["answer"] for prompt in recorded["prompts"]) and recorded["prompts"][1]["messages"][1:]
+    assert any(prompt["answer"] for prompt in recorded["prompts"])
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
@@ -172,11 +172,11 @@ def test_a_run_records_what_its_export_does_not_answer(kind, whole, world, tmp_p
 
 def test_a_server_that_says_something_else_passes(whole):
     recorded = json.loads((whole / CHECK_FILE).read_text())
-    said = {prompt["messages"][-1]["content"]: prompt["says"] for prompt in recorded["prompts"]}
+    said = {prompt["text"]: prompt["says"] for prompt in recorded["prompts"]}
 
     def complete(body: dict) -> dict:
         answer = repeat(body)
-        answer["choices"][0]["message"]["content"] = said[body["messages"][-1]["content"]]
+        answer["choices"][0]["text"] = said[body["prompt"]]
         return answer
 
     with serve(complete) as server:
@@ -187,7 +187,7 @@ def test_a_server_that_says_something_else_passes(whole):
         verify(options)
         assert {body["model"] for _, body in server.asked} == {"served"}
         server.complete = repeat
-        with pytest.raises(ValueError, match="is answered by 'ONE, TWO, THREE, FOUR,', not "):
+        with pytest.raises(ValueError, match=r"is answered by '[A-Z, ]+', not "):
             verify(options)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked import ForkedJob, ForkedTorchrunJob, run_forked
-from processes import RAISING_RANK, Job, flags, torchrun
+from processes import RAISING_RANK, Job, flags, torchrun, wait_until
 from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import LlamaConfig
@@ -102,9 +102,8 @@ def results(tmp_path_factory, request) -> dict[str, Result]:
             start = time.monotonic()
             fault(job)
             if name == "frozen":
-                while not (root / name / "exit.json").exists():
-                    assert time.monotonic() - start < HANG_TIMEOUT + PROMISE, job.log.read_text()
-                    time.sleep(0.1)
+                has_ended = (root / name / "exit.json").exists
+                wait_until(has_ended, seconds=HANG_TIMEOUT + PROMISE, said=job.log.read_text)
                 os.kill(job.ranks[1], signal.SIGCONT)  # the thawed rank, too, finds that the run is over
             job.wait_until_gone()
             seconds = time.monotonic() - start

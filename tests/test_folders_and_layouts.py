@@ -10,12 +10,12 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import pytest
-from data_runs import tokenize_rows
+from data_runs import read_file, tokenize_rows
 from stock_templates import make_tokenizer
 from tiny_data import read_lines, write_jsonl
 from trait_templates import TRAITS
 
-from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.files import find_sources
 from mini_trainer.data.rows.lines import find_fault
 from mini_trainer.data.rows.prompts import read_prompts
 
@@ -128,10 +128,7 @@ def wrap(rows: list[dict], **others: object) -> dict:
 
 
 LAYOUTS = {
-    "an object around the list": (
-        json.dumps(wrap(CHATS), indent=1),
-        "several lines",
-    ),
+    "an object around the list": (json.dumps(wrap(CHATS), indent=1), "several lines"),
     "the same, with more before the list": (
         json.dumps(wrap(CHATS, license={"name": "x", "terms": ["a"]}, tags=["a", "b"]), indent=2),
         "several lines",
@@ -140,10 +137,7 @@ LAYOUTS = {
     "objects with a list of their own": (json.dumps({"turns": CHATS}, indent=1) * 2, "several lines"),
     "one object": (json.dumps(CHATS[0], indent=4), "several lines"),
     "a byte-order mark before": (MARK + json.dumps(wrap(CHATS), indent=1), "several lines"),
-    "a first line without a break within": (
-        json.dumps(wrap(CHATS)).replace('"data"', '\n"data"'),
-        "several lines",
-    ),
+    "a first line without a break within": (json.dumps(wrap(CHATS)).replace('"data"', '\n"data"'), "several lines"),
 }
 
 
@@ -215,6 +209,5 @@ def test_tables_joined_with_their_headers(tmp_path):
     table = pd.DataFrame({"prompt": ["2+2=", "3+3="], "completion": ["4", "6"]}).to_csv(index=False)
     for between, reason in (("", "header"), (MARK, "byte-order mark")):
         (tmp_path / "in.csv").write_text(table + between + table)
-        (source,) = find_sources([str(tmp_path / "in.csv")])
-        rows = [row.value for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+        rows = [row.value for row in read_file(tmp_path / "in.csv")]
         assert [reason in getattr(row, "reason", "") for row in rows] == [False, False, True, False, False]

@@ -169,15 +169,9 @@ def test_the_command_line_gives_the_answer(word, capfd):
 @pytest.mark.parametrize(
     "words",
     [
-        "--lora-target-modules q_proj,v_proj",
-        "--lora-target-modules q_proj, v_proj",
-        "--track=wandb,mlflow",
-        "--data-weights 7,3",
-        "--add-special-tokens <a>,<b>",
-        "--label-names no,yes",
-        "--ignore-columns score,label",
-        "--callbacks mine:A,mine:B",
-        "--learning-rate-for a*=1,b*=2",
+        *("--lora-target-modules q_proj,v_proj", "--lora-target-modules q_proj, v_proj", "--track=wandb,mlflow"),
+        *("--data-weights 7,3", "--add-special-tokens <a>,<b>", "--label-names no,yes", "--callbacks mine:A,mine:B"),
+        *("--ignore-columns score,label", "--learning-rate-for a*=1,b*=2"),
         "--validation-data-path s3://bucket/a.arrow,s3://bucket/b.arrow",
         "--config a.yaml,b.yaml",
     ],

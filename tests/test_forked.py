@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from breadth import long
 from forked import ForkedTorchrunJob, run_forked
-from processes import ENV, ROOT, is_alive
+from processes import ENV, ROOT, is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,4 @@ def test_no_process_outlives_a_session_that_is_killed(script, tmp_path):
             assert process.poll() is None
             time.sleep(0.05)
         process.kill()
-    deadline = time.monotonic() + 100
-    while any(is_alive(int(path.name.removeprefix("pid_"))) for path in found):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(is_alive(int(path.name.removeprefix("pid_"))) for path in found), seconds=100)

@@ -83,15 +83,9 @@ def test_selective_checkpointing_runs_more_than_norms_and_gates_again(
     path, kernels, gradients = save_model(FAMILIES[family], tmp_path), install(), []
     given = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
     for mode in ("none", "selective"):
-        model = build(
-            path,
-            world,
-            kernels="fused",
-            activation_checkpointing=mode,
-            method=choose_method(given),
-            attention=given.compute.attention,
-            reshard_after_forward=given.sharding.reshard_after_forward,
-        )
+        own = dict(attention=given.compute.attention, reshard_after_forward=given.sharding.reshard_after_forward)
+        method = choose_method(given)
+        model = build(path, world, kernels="fused", activation_checkpointing=mode, method=method, **own)
         torch.manual_seed(0)  # dropout
         loss = model(make_micro_batch(LENGTHS, seed=0)).loss
         kernels.num_calls = dict.fromkeys(PARTS, 0)

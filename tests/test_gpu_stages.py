@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import gpu_stages
 import pytest
 from breadth import long
 from gpu_cases import DECIDING, train_on_cpu
-from processes import ENV, ROOT, is_alive
+from processes import ENV, ROOT, is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -29,13 +28,9 @@ PROGRAMS = {
 @pytest.fixture
 def stages(monkeypatch, tmp_path):
     """The stages of `PROGRAMS`, and a function that calls the command with them and gives the lines and their order."""
-    made = [
-        gpu_stages.Stage("good", 60, None),
-        gpu_stages.Stage("failing", 60, None),
-        gpu_stages.Stage("foreign", 60, None, ("no_such_package",)),
-        gpu_stages.Stage("hanging", 2, None),
-        gpu_stages.Stage("last", 60, None),
-    ]
+    seconds = {"good": 60, "failing": 60, "foreign": 60, "hanging": 2, "last": 60}
+    needed = {"foreign": ("no_such_package",)}
+    made = [gpu_stages.Stage(name, limit, None, needed.get(name, ())) for name, limit in seconds.items()]
     started = []
 
     def make_command(stage: gpu_stages.Stage, args) -> list[str]:
@@ -65,10 +60,7 @@ def test_what_fails_or_hangs_is_told_and_passed_over_and_the_next_call_goes_on(s
     assert rows["failing"]["found"] == {"half": 1} and "a bug" in rows["failing"]["tail"]
     assert rows["hanging"]["found"] == {"half": 2} and 2 <= rows["hanging"]["seconds"] < 30
     child = int(rows["hanging"]["tail"].split()[0])
-    deadline = time.monotonic() + 10
-    while is_alive(child):
-        assert time.monotonic() < deadline, "what a stage has started outlives it"
-        time.sleep(0.05)
+    wait_until(lambda: not is_alive(child), seconds=10, said=lambda: "what a stage has started outlives it")
     summary = (tmp_path / "summary.txt").read_text()
     assert "good: done" in summary and "  speed: 1.25" in summary and "no_such_package" in summary
     assert "on the way" in (tmp_path / "log.txt").read_text()

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from in_process import train_here
+from small_runs import make_inputs
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
@@ -74,15 +75,8 @@ def test_changes_are_named_and_only_some_can_be_allowed():
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> dict:
     root = tmp_path_factory.mktemp("inputs")
-    return dict(
-        model_name_or_path=str(save_tokenizer(save_model(FAMILIES["llama"], root / "model"))),
-        data_path=str(write_samples(root / "data.arrow", make_samples(30, vocab_size=VOCAB_SIZE))),
-        batch_size=8,
-        max_tokens_per_gpu=200,
-        max_steps=2,
-        checkpoint_every_steps=1,
-        osft_cache_dir=str(root / "cache"),
-    )
+    sizes = dict(batch_size=8, max_tokens_per_gpu=200, max_steps=2, checkpoint_every_steps=1)
+    return make_inputs(root, "llama", num_samples=30) | sizes | dict(osft_cache_dir=str(root / "cache"))
 
 
 def test_a_run_whose_directions_come_from_elsewhere_does_not_go_on(inputs, world, tmp_path):
@@ -166,13 +160,7 @@ PATHS = tuple(name for name, facts in list_facts(TrainOptions).items() if facts.
 # Options that decide no numbers of a run, by why not; all others identify it.
 CONTENT = (  # the content is part of the identity: of models, of tokenized rows that are kept, of files of the method
     *("model_name_or_path", "model_revision", "trust_remote_code", "data_path", "drop_overlong", "subset", "config"),
-    *(
-        "preset",
-        *(option.name for option in dataclasses.fields(RowOptions)),
-        "data_cache_dir",
-        "compute_dtype",
-        *PATHS,
-    ),
+    *("preset", *(option.name for option in dataclasses.fields(RowOptions)), "data_cache_dir", "compute_dtype", *PATHS),
 )
 ROUNDING = (  # the numbers are the same but for their rounding
     *("max_tokens_per_gpu", "max_image_tokens_per_gpu", "attention", "activation_checkpointing", "tiled_mlp"),

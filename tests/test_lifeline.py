@@ -4,10 +4,11 @@ import asyncio
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+from processes import wait_until
 
 from mini_trainer.distributed.lifeline import Address, Lifeline
 
@@ -18,14 +19,9 @@ class Ears:
     def __init__(self, rank: int, world_size: int):
         self.met, self.messages, self.lost = [], [], []
         self.loop = asyncio.new_event_loop()
-        self.lifeline = Lifeline(
-            rank,
-            world_size,
-            self.loop,
-            on_met=lambda *who: self.met.append(who),
-            on_message=lambda rank, message: self.messages.append((rank, message)),
-            on_lost=self.lost.append,
-        )
+        heard = dict(on_met=lambda *who: self.met.append(who), on_lost=self.lost.append)
+        heard |= dict(on_message=lambda rank, message: self.messages.append((rank, message)))
+        self.lifeline = Lifeline(rank, world_size, self.loop, **heard)
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
 
@@ -64,11 +60,7 @@ def ranks(address_and_ranks) -> list[Ears]:
     return address_and_ranks[1]
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+wait = partial(wait_until, seconds=10)
 
 
 def test_ranks_meet_talk_and_notice_an_end(ranks):
@@ -79,11 +71,11 @@ def test_ranks_meet_talk_and_notice_an_end(ranks):
     for number in range(3):
         one.call(one.lifeline.send, 0, {"kind": "count", "number": number})
     zero.call(zero.lifeline.send_to_all, {"kind": "answer"})
-    wait_until(lambda: len(zero.messages) == 3 and len(one.messages) == 1)
+    wait(lambda: len(zero.messages) == 3 and len(one.messages) == 1)
     assert zero.messages == [(1, {"kind": "count", "number": number}) for number in range(3)]
     assert one.messages == [(0, {"kind": "answer"})]
     one.lifeline.connections[0].transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: zero.lost == [1] and one.lost == [0])
+    wait(lambda: zero.lost == [1] and one.lost == [0])
     zero.call(zero.lifeline.send, 1, {"kind": "too late"})  # It raises nothing.
     asyncio.run_coroutine_threadsafe(zero.lifeline.wait_for_ends(10), zero.loop).result(1)
 
@@ -98,9 +90,9 @@ def test_beats_do_not_pile_up_for_a_rank_that_does_not_read(ranks):
         zero.call(zero.lifeline.send_beat, beat)
     assert 0 < unsent() < 100_100  # one beat at most
     one.call(reading.resume_reading)
-    wait_until(lambda: unsent() == 0)
+    wait(lambda: unsent() == 0)
     zero.call(zero.lifeline.send, 1, {"kind": "last"})
-    wait_until(lambda: one.messages[-1:] == [(0, {"kind": "last"})])
+    wait(lambda: one.messages[-1:] == [(0, {"kind": "last"})])
     assert len(one.messages) > 1 and all(told == (0, beat) for told in one.messages[:-1])
 
 
@@ -117,8 +109,8 @@ def test_messages_arrive_whole_and_in_order(ranks):
     connected = one.lifeline.connections[0]
     for line in (b'{"kind": "a"}\n{"kind"', b': "b", "text": "two\\nlines"}\n'):
         one.call(connected.send, line)
-        wait_until(lambda: zero.messages)
-    wait_until(lambda: len(zero.messages) == 2)
+        wait(lambda: zero.messages)
+    wait(lambda: len(zero.messages) == 2)
     assert zero.messages == [(1, {"kind": "a"}), (1, {"kind": "b", "text": "two\nlines"})]
 
 
@@ -127,4 +119,4 @@ def test_a_rank_that_sends_no_messages_is_lost(text, ranks):
     zero, one = ranks
     zero.lifeline.on_message = lambda rank, message: message["kind"]
     one.call(one.lifeline.connections[0].send, text)
-    wait_until(lambda: zero.lost == [1] and one.lost == [0])
+    wait(lambda: zero.lost == [1] and one.lost == [0])

@@ -31,19 +31,15 @@ def test_a_run_on_a_terminal_has_one_live_line_that_nothing_tears(tmp_path):
     assert code == 0, written
     assert "loading: " in written and "exporting: " in written
     screen = read_screen(written)
-    assert [line for line in screen if line.startswith("tracking: ")] == [
-        f"tracking: tensorboard: {tmp_path}/run/tensorboard"
-    ]
+    (tracking,) = (line for line in screen if line.startswith("tracking: "))
+    assert tracking == f"tracking: tensorboard: {tmp_path}/run/tensorboard"
     validations = [line for line in screen if "validation after step" in line]
     assert [line.split(":")[0] for line in validations] == [f"validation after step {step}" for step in (0, 2, 4)]
     lines = [line for line in screen if "tokens/s" in line]
     assert len(lines) == 1, "\n".join(screen)
     (live,) = lines
-    assert (
-        live.startswith("step 100%|")
-        and "| 4/4, loss " in live
-        and live.count(" validation ") == live.count(" (step 4)") == 1
-    )
+    assert live.startswith("step 100%|") and "| 4/4, loss " in live
+    assert live.count(" validation ") == live.count(" (step 4)") == 1
 
 
 @pytest.fixture

@@ -249,10 +249,8 @@ def test_every_epoch_has_every_sample_once_and_tokens_are_counted(many, tmp_path
             places = range(len(before))[::stride]
             assert [stream.count(n) for n in places] == [int(before[n]) for n in places]
         options = DataOptions(batch_tokens=64, seed=5)
-        assert (
-            count_steps(data, choose_batching(data, options), EndOptions(max_epochs=2), seed=options.seed)
-            == before[2 * size - 1] // 64 + 1
-        )
+        counted = count_steps(data, choose_batching(data, options), EndOptions(max_epochs=2), seed=options.seed)
+        assert counted == before[2 * size - 1] // 64 + 1
 
 
 def test_the_length_of_a_run_is_known_without_a_walk_through_its_epochs(many):

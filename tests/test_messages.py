@@ -243,7 +243,6 @@ def test_what_process_data_says(files, options, text, model, tmp_path, monkeypat
     assert str(refused.value) == text
 
 
-NEEDED = dict(model_name_or_path="m", data_path="chats.jsonl", output_dir="o", max_steps=5)
 HOLDER = {"host": "node7", "boot_id": "another", "pid": 12, "started": "2026-01-01"}
 BEFORE, NOW = {"seed": 42, "lora": False}, {"seed": 7, "lora": True}
 STUCK = Peer("node1", 11, 100, 39, 60, "B")

@@ -73,13 +73,7 @@ def test_packed_losses_and_gradients_are_the_models_own(name, mode, paths, expec
     loss.backward()
     total, gradients = expected[name]
     assert loss.item() == pytest.approx(total, rel=1e-6)
-    own = {
-        key.removeprefix(
-            "model.",
-        ): param.grad
-        for key, param in model.named_parameters()
-        if param.grad is not None
-    }
+    own = {key.removeprefix("model."): param.grad for key, param in model.named_parameters() if param.grad is not None}
     assert own.keys() == gradients.keys()
     for key, gradient in gradients.items():
         difference = (own[key].full_tensor() - gradient).norm()

@@ -28,14 +28,10 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> dict:
     root = tmp_path_factory.mktemp("inputs")
-    paths = tuple(
-        str(
-            write_samples(
-                root / f"{name}.arrow", make_samples(size, vocab_size=VOCAB_SIZE, max_len=12 + 14 * i, seed=i)
-            )
-        )
-        for i, (name, size) in enumerate(SIZES.items())
-    )
+    paths = []
+    for i, (name, size) in enumerate(SIZES.items()):
+        samples = make_samples(size, vocab_size=VOCAB_SIZE, max_len=12 + 14 * i, seed=i)
+        paths.append(str(write_samples(root / f"{name}.arrow", samples)))
     model = save_tokenizer(save_model(FAMILIES["llama_tied_bias"], root / "model"))
     return OPTIONS | dict(model_name_or_path=str(model), data_path=tuple(paths), data_weights=WEIGHTS, max_steps=STEPS)
 

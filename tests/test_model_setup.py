@@ -260,13 +260,6 @@ def test_the_check_finds_a_broken_attention(attend, reason, dtype, world, tmp_pa
         check(build(path, world, dtype=dtype), world)
 
 
-def test_the_check_finds_a_window_that_does_not_arrive(world, tmp_path):
-    model = build(save_model(FAMILIES["mistral_window"], tmp_path), world)
-    model.model.config.layer_types = ["sliding_attention", "sliding_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match=r"3 layers .*2 use"):
-        check(model, world)
-
-
 def test_a_window_of_no_tokens_is_refused_by_that(world, tmp_path):
     save_tiny_model("mistral", tmp_path, changes=dict(sliding_window=0))
     model = build(tmp_path, world)
@@ -283,22 +276,24 @@ def test_logits_end_where_the_model_cuts_them_off(kind, world, tmp_path):
     assert count_logits(model.model.config) == 101
 
 
-def test_the_check_finds_logits_that_are_scaled_in_an_unknown_way(world, tmp_path):
-    model = build(save_model(FAMILIES["granite_scaled"], tmp_path), world)
-    model.row_model.logit_scale = 1.0
-    with pytest.raises(ValueError, match=r"'granite' .*its head"):
-        check(model, world)
-
-
 class DoubledLoss(TokenLoss):
     def sum_own(self, own: ReferenceForward, targets: Targets) -> torch.Tensor:
         return 2 * super().sum_own(own, targets)
 
 
-def test_the_check_finds_an_objective_with_two_different_losses(world, tmp_path):
-    model = build(save_model(FAMILIES["llama"], tmp_path), world)
-    model.loss = DoubledLoss()
-    with pytest.raises(ValueError, match=r"'llama' .*Loss\.sum_own of .*causal-lm"):
+@pytest.mark.parametrize(
+    ("family", "spoil", "reason"),
+    [
+        ("mistral_window", lambda model: setattr(model.model.config, "layer_types", ["sliding_attention"] * 3),
+         r"3 layers .*2 use"),  # a window that does not arrive
+        ("granite_scaled", lambda model: setattr(model.row_model, "logit_scale", 1.0), r"'granite' .*its head"),
+        ("llama", lambda model: setattr(model, "loss", DoubledLoss()), r"'llama' .*Loss\.sum_own of .*causal-lm"),
+    ],
+)  # fmt: skip
+def test_the_check_finds_windows_logits_and_losses_that_are_not_the_models_own(family, spoil, reason, world, tmp_path):
+    model = build(save_model(FAMILIES[family], tmp_path), world)
+    spoil(model)
+    with pytest.raises(ValueError, match=reason):
         check(model, world)
 
 

@@ -39,10 +39,6 @@ def rates(scheduler: str, num_steps: int = 10, **changes) -> list[float]:
     return [learning_rate_at(step, options, num_steps=num_steps) for step in range(num_steps)]
 
 
-def test_constant_is_constant():
-    assert rates("constant") == [1.0] * 10
-
-
 @pytest.mark.parametrize("scheduler", ["constant_with_warmup", "linear", "cosine", "wsd"])
 def test_warmup_rises_linearly_from_above_zero_to_the_peak(scheduler):
     assert rates(scheduler, num_warmup_steps=4, num_steps=100)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
@@ -52,26 +48,22 @@ def test_a_share_of_the_run_warms_up_as_as_many_steps():
     assert rates("cosine", num_steps=30, num_warmup_steps=0.11) == rates("cosine", num_steps=30, num_warmup_steps=4)
 
 
-def test_linear_falls_by_the_same_amount_and_its_last_step_still_trains():
-    assert rates("linear") == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
-    assert rates("linear", min_lr_ratio=0.5)[-1] == pytest.approx(0.55)
-
-
-def test_cosine_is_half_way_down_in_the_middle():
-    assert rates("cosine")[5] == pytest.approx(0.5)
-    assert rates("cosine", min_lr_ratio=0.2)[5] == pytest.approx(0.6)
-    assert rates("cosine")[9] == pytest.approx(0.5 * (1 + math.cos(0.9 * math.pi)))
-
-
-def test_wsd_is_stable_and_then_decays_over_the_last_steps():
-    assert rates("wsd", num_decay_steps=4) == pytest.approx([1.0] * 7 + [0.75, 0.5, 0.25])
-    assert rates("wsd", num_steps=20)[:19] == pytest.approx([1.0] * 19)  # 10 % of the run
-    assert rates("wsd", num_steps=20)[19] == pytest.approx(0.5)
-
-
-def test_wsd_decays_from_the_peak_where_warmup_and_decay_are_longer_than_the_run():
-    found = rates("wsd", num_steps=7, num_warmup_steps=3, num_decay_steps=6)
-    assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25])
+@pytest.mark.parametrize(
+    ("scheduler", "changes", "first", "expected"),  # from the step `first` on
+    [
+        ("constant", {}, 0, [1.0] * 10),
+        ("linear", {}, 0, [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),  # the last step still trains
+        ("linear", dict(min_lr_ratio=0.5), 9, [0.55]),
+        ("cosine", {}, 5, [0.5, *(0.5 * (1 + math.cos(i / 10 * math.pi)) for i in range(6, 10))]),
+        ("cosine", dict(min_lr_ratio=0.2), 5, [0.6, *(0.6 + 0.4 * math.cos(i / 10 * math.pi) for i in range(6, 10))]),
+        ("wsd", dict(num_decay_steps=4), 0, [1.0] * 7 + [0.75, 0.5, 0.25]),
+        ("wsd", dict(num_steps=20), 0, [1.0] * 19 + [0.5]),  # over 10 % of the run
+        # From the peak, where warmup and decay are longer than the run.
+        ("wsd", dict(num_steps=7, num_warmup_steps=3, num_decay_steps=6), 0, [0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25]),
+    ],
+)
+def test_rates_are_those_of_the_definitions(scheduler, changes, first, expected):
+    assert rates(scheduler, **changes)[first:] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_warmup_steps", [0, 5])

@@ -21,10 +21,7 @@ from mini_trainer.continual.settings import read_settings as read_continual
 from mini_trainer.options import TrainOptions, flatten_options
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.option_files import describe_options, fill_in, read_option_file, read_yaml
-from mini_trainer.options.tools import (
-    ImportConfigOptions,
-    ProcessDataOptions,
-)
+from mini_trainer.options.tools import ImportConfigOptions, ProcessDataOptions
 from mini_trainer.run.stages import Stage
 from mini_trainer.tools.import_config import import_config
 from mini_trainer.tools.sweep.settings import read_settings as read_sweep
@@ -159,10 +156,9 @@ def test_every_writer_of_option_files_writes_what_is_read_as_it_was(text: str, w
     options = flatten_options(parse_options(ProcessDataOptions, words))
     assert options["output_file"] == f"{text}.arrow" and options["input_file"] == (text, "b")
     Stage(program="process-data", folder=tmp_path, options=values).write_options()
-    assert flatten_options(parse_options(ProcessDataOptions, ["--config", f"{tmp_path}/process-data.yaml"])) == {
-        **options,
-        "config": (f"{tmp_path}/process-data.yaml",),
-    }
+    config = f"{tmp_path}/process-data.yaml"
+    again = flatten_options(parse_options(ProcessDataOptions, ["--config", config]))
+    assert again == options | {"config": (config,)}
 
 
 THEIRS = """

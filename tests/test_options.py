@@ -42,13 +42,9 @@ def test_flags_win_over_the_config_file(tmp_path):
         "learning_rate: 1e-3\nbatch-size: 7\nmax_grad_norm: null\ncompile: true\nsave_final_checkpoint: true\nseed: 9\n"
     )
     options = parse_options(TrainOptions, [*REQUIRED, "--config", str(config), "--batch-size", "8", "--no-compile"])
-    options = flatten_options(options)
-    assert options["learning_rate"] == 1e-3  # YAML's 1e-3 is a string
-    assert options["batch_size"] == 8
-    assert options["max_grad_norm"] is None
-    assert options["compile"] is False
-    assert options["seed"] == 9
-    assert options["max_steps"] == 5
+    expected = dict(batch_size=8, max_grad_norm=None, compile=False, seed=9, max_steps=5)
+    expected |= dict(learning_rate=1e-3)  # YAML's 1e-3 is a string
+    assert expected.items() <= flatten_options(options).items()
 
 
 def test_underscores_and_equals_signs_are_accepted():
@@ -62,7 +58,6 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--batch-size", "many"], ["--batch-size", "many"]),
         (["--compile", "true"], ["true"]),
         (["--no-compile", "--compile"], ["once: --compile"]),
-        (["--batch-size", "0"], ["--batch-size 0: "]),
         (["--start-timeout", "9999999999"], ["--start-timeout 9999999999: ", "864000"]),
         (["--hang-timeout", "864001"], ["--hang-timeout 864001: "]),
         (["--max-grad-norm", "0"], ["--max-grad-norm 0", "None"]),
@@ -72,38 +67,23 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--num-decay-steps", "3"], ["--num-decay-steps has no"]),
         (["--freeze", "nothing", "vision"], ["--freeze nothing vision: "]),
         (["--freeze", "nothing", "--lora"], ["--freeze nothing: ", "--lora-target-modules"]),
-        (
-            ["--freeze", "language", "--osft", "--osft-unfreeze-rank-ratio", "0.5"],
-            ["--freeze language: "],
-        ),
-        (
-            ["--freeze", "projector", "--osft", "--osft-unfreeze-rank-ratio", "0.5"],
-            ["--freeze projector: "],
-        ),
+        (["--freeze", "language", "--osft", "--osft-unfreeze-rank-ratio", "0.5"], ["--freeze language: "]),
+        (["--freeze", "projector", "--osft", "--osft-unfreeze-rank-ratio", "0.5"], ["--freeze projector: "]),
         (["--osft", "--osft-unfreeze-rank-ratio", "1.5"], ["--osft-unfreeze-rank-ratio 1.5: "]),
         (["--osft", "--osft-unfreeze-rank-ratio", "nan"], ["--osft-unfreeze-rank-ratio nan: "]),
         (["--osft", "--osft-unfreeze-rank-ratio", "0"], ["--osft-unfreeze-rank-ratio 0", "--osft-train-others"]),
-        (
-            ["--osft-unfreeze-rank-ratio", "0.5", "--osft-target-patterns", "mlp"],
-            ["--osft-unfreeze-rank-ratio, --osft-target-patterns: "],
-        ),
+        (["--osft-unfreeze-rank-ratio", "0.5", "--osft-target-patterns", "mlp"],
+         ["--osft-unfreeze-rank-ratio, --osft-target-patterns: "]),
         (["--osft", "--osft-keep-energy", "0.9", "--osft-unfreeze-rank-ratio", "0.5"], ["--osft-keep-energy"]),
         (["--osft", "--osft-basis", "activations", "--osft-keep-energy", "0.9"], ["--osft-calibration-data"]),
         (["--osft", "--osft-basis", "activations", "--osft-keep-energy", "2"], ["--osft-keep-energy 2.0: "]),
-        (
-            ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--osft-statistics", "f"],
-            ["--osft-statistics"],
-        ),
+        (["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--osft-statistics", "f"], ["--osft-statistics"]),
         (["--shard-size", "2"], ["--shard-size has no"]),
-        (
-            ["--teacher-weight", "1", "--teacher-model", "self", "--reshard-after-backward", "never"],
-            ["--reshard-after-backward never "],
-        ),
+        (["--teacher-weight", "1", "--teacher-model", "self", "--reshard-after-backward", "never"],
+         ["--reshard-after-backward never "]),
         (["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--cpu-offload"], ["--cpu-offload "]),
-        (
-            ["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--master-weights", "bfloat16", "--float8"],
-            ["--master-weights bfloat16: ", "--float8 "],
-        ),
+        (["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--master-weights", "bfloat16", "--float8"],
+         ["--master-weights bfloat16: ", "--float8 "]),
         (["--compile", "--activation-checkpointing", "auto"], ["auto cannot", "--compile"]),
         (["--compile", "--use-liger-kernels"], ["(--use-liger-kernels) cannot", "--compile"]),
         (["--profile-steps", "5:3"], ["--profile-steps 5:3: "]),
@@ -115,7 +95,7 @@ def test_underscores_and_equals_signs_are_accepted():
             ["--batch-size 0", "--adam-eps 0", "--min-lr-ratio 2", "--num-decay-steps 0"],  # all at once
         ),
     ],
-)
+)  # fmt: skip
 def test_bad_flags_get_one_message(argv, reasons, capfd):
     message = refuse([*REQUIRED, *argv], capfd)
     for reason in reasons:
@@ -238,10 +218,8 @@ def test_a_schedule_that_decays_needs_an_end_and_a_run_without_end_needs_exports
     assert "--lr-scheduler cosine" in find_problems(group_options(TrainOptions, **paths, lr_scheduler="cosine"))[0]
     assert find_problems(group_options(TrainOptions, **paths, min_samples_per_checkpoint=10)) == []
     for scheduler in ("linear", "cosine", "polynomial", "wsd"):
-        assert (
-            find_problems(group_options(TrainOptions, **paths, lr_scheduler=scheduler, max_epochs=1, min_lr_ratio=0.0))
-            == []
-        )
+        given = dict(lr_scheduler=scheduler, max_epochs=1, min_lr_ratio=0.0)
+        assert find_problems(group_options(TrainOptions, **paths, **given)) == []
 
 
 def test_process_data_options():

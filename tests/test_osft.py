@@ -373,11 +373,7 @@ def test_a_long_start_shows_that_it_moves_on(world, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "train_others", "said"),
-    [
-        ("mixtral", False, "frozen"),
-        ("gpt_oss_sinks", True, "constraint"),
-        ("llama_tied_bias", False, None),
-    ],
+    [("mixtral", False, "frozen"), ("gpt_oss_sinks", True, "constraint"), ("llama_tied_bias", False, None)],
 )
 def test_experts_that_are_not_covered_are_named_at_the_start(family, train_others, said, world, tmp_path, caplog):
     path = save_model(FAMILIES[family], tmp_path / "model")
@@ -487,15 +483,9 @@ def test_ranks_change_nothing_and_exports_keep_what_they_must(family, layouts, w
 
 def watch(path, world, data, *, statistics_file=None, seed=0, patterns=()):
     """Statistics of the model at `path` on `data`."""
-    return prepare_statistics(
-        statistics_file,
-        data,
-        DataOptions(data_path="", seed=seed, max_tokens_per_gpu=64),
-        build_plain=lambda: build(path, world),
-        family=CausalLM().family,
-        world=world,
-        patterns=patterns,
-    )
+    options = DataOptions(data_path="", seed=seed, max_tokens_per_gpu=64)
+    own = dict(build_plain=lambda: build(path, world), family=CausalLM().family, world=world, patterns=patterns)
+    return prepare_statistics(statistics_file, data, options, **own)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -297,10 +297,8 @@ def test_without_room_nothing_new_is_kept_and_the_rest_trains(world, inputs, fir
     kept = read_kept(second)
     for name, (U_kept, V_kept) in read_kept(first).items():
         assert kept[name][1].shape == V_kept.shape and torch.equal(U_kept, kept[name][0])
-    assert (
-        max(measure_leaks([inputs / "llama_tied_bias", first, second], family="llama_tied_bias", kind="weights"))
-        <= LEAK
-    )
+    models = [inputs / "llama_tied_bias", first, second]
+    assert max(measure_leaks(models, family="llama_tied_bias", kind="weights")) <= LEAK
     bases = rewrite(
         bases_of(first),
         tmp_path / "bases.safetensors",

@@ -13,22 +13,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 from forked import run_forked
-from processes import ENV, ROOT, flags, free_port, is_alive, list_children
+from processes import ENV, ROOT, count_steps, flags, free_port, is_alive, list_children, wait_until
 from program import list_dependencies, list_sources
 
 import mini_trainer
 from mini_trainer.__main__ import TORCHRUN_OPTIONS
 from mini_trainer.root_files import NAMES, is_checkout
-
-# What a checkout has beside the package.
-OUTSIDE = {".ci", "benchmarks", "docs", "examples", "tests"}
 
 
 def list_files() -> list[Path]:
@@ -266,11 +262,7 @@ def test_a_signal_is_handed_on_and_the_runs_own_exit_code_comes_back(number, cod
     name = f"stopped_{number}"
     argv = ["train", "--nproc-per-node=2", *run_flags, "--max-steps", 100_000, "--output-dir", name]
     process = start(site, elsewhere, *argv)
-    metrics = elsewhere / name / "training_metrics_0.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
-        time.sleep(0.05)
+    wait_until(lambda: count_steps(elsewhere / name) > 0, seconds=120, by=process, said=process.stderr.read)
     ranks = list_children(process.pid)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)  # a terminal's Ctrl-C goes to all
     done = finish(process)
@@ -278,7 +270,8 @@ def test_a_signal_is_handed_on_and_the_runs_own_exit_code_comes_back(number, cod
     assert len(list((elsewhere / name / "checkpoints").glob("step_*"))) == 1
     assert len(ranks) == 2 and not any(map(is_alive, ranks))
     assert not re.search("Traceback|FAILED|death signal", done.stderr)  # torchrun's report
-    assert done.stderr.splitlines()[-1].startswith("to continue: ")
+    last = [line.partition(": ")[0] for line in done.stderr.splitlines()[-2:]]
+    assert last == ["to continue", "to export its model"]
 
 
 @pytest.mark.wide
@@ -320,9 +313,7 @@ def test_a_file_of_the_root_is_one_module(name):
 
 
 def ask(code: str, folder: Path, env: dict[str, str] = ENV) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
     return done.stdout + done.stderr.strip().rpartition("\n")[2]
 
 

@@ -126,11 +126,8 @@ def test_a_wrong_argument_fails(kernels, spoil):
 
 def test_an_argument_that_a_release_does_not_take_fails(kernels, monkeypatch):
     wrong = {"torch": {"causal": True}, "flash-attn": {"enable_gqa": True}}[kernels.package]
-    function = (
-        varlen.varlen_attn
-        if kernels.package == "torch"
-        else importlib.import_module("flash_attn").flash_attn_varlen_func
-    )
+    is_torch = kernels.package == "torch"
+    function = varlen.varlen_attn if is_torch else importlib.import_module("flash_attn").flash_attn_varlen_func
     row, (query, key, value) = make_row(), (t[0].transpose(0, 1) for t in make_tensors())
     borders = (row.cu_seqlens, row.cu_seqlens, row.max_seqlen, row.max_seqlen)
     with pytest.raises(TypeError, match=f"'{next(iter(wrong))}'"):

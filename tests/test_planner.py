@@ -13,6 +13,7 @@ from breadth import long, wide
 from forked import run_forked
 from in_process import print_plan, train_here
 from processes import flags
+from small_runs import make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, VOCAB_SIZE, build, load_source, save_model, save_tokenizer
 from tiny_pairs import write_pairs
@@ -78,15 +79,8 @@ SIMULATIONS = [  # family, options
 def inputs(tmp_path_factory) -> dict:
     root = tmp_path_factory.mktemp("inputs")
     config = Qwen3Config(**SHAPE | dict(num_hidden_layers=1), head_dim=16, tie_word_embeddings=True)
-    return dict(
-        model_name_or_path=str(save_tokenizer(save_model(config, root / "model"))),
-        data_path=str(write_samples(root / "data.arrow", make_samples(40, vocab_size=VOCAB_SIZE))),
-        output_dir=str(root / "run"),
-        max_steps=5,
-        batch_size=8,
-        max_tokens_per_gpu=64,
-        dry_run=True,
-    )
+    sizes = dict(max_steps=5, batch_size=8, max_tokens_per_gpu=64)
+    return make_inputs(root, config, num_samples=40) | sizes | dict(output_dir=str(root / "run"), dry_run=True)
 
 
 @pytest.fixture(scope="module")
@@ -152,18 +146,13 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
     changes = dict(compute_dtype="float32", osft_cache_dir=str(tmp_path)) | changes
     predicted = elsewhere(predict, path, 1, changes)
     options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **changes)
+    compute, master_weights = options.compute, options.optimization.master_weights
     model = build(
-        path,
-        world,
-        activation_checkpointing=options.compute.activation_checkpointing,
-        tiled_mlp=options.compute.tiled_mlp,
-        offload_activations=options.compute.offload_activations,
-        dtype=getattr(torch, options.compute.compute_dtype),
-        weights_dtype=getattr(torch, options.optimization.master_weights),
+        path, world, activation_checkpointing=compute.activation_checkpointing, tiled_mlp=compute.tiled_mlp,
+        offload_activations=compute.offload_activations, dtype=getattr(torch, compute.compute_dtype),
+        weights_dtype=getattr(torch, master_weights), method=choose_method(options), objective=choose(options),
         **vars(options.sharding),
-        method=choose_method(options),
-        objective=choose(options),
-    )
+    )  # fmt: skip
     optimizer = build_optimizer(model, options.optimization)
     counter = MemoryCounter()
     copies = model.placed_weights.copies if model.is_whole else []
@@ -308,12 +297,12 @@ def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world
 def test_the_disk_of_a_plan_holds_the_exports_of_averages(changes, plan, inputs, world, tmp_path, monkeypatch):
     most, write = Counter(), Exports._write
 
-    def look(exports: Exports, state: TrainState, export_dir: Path, parts: ExportParts) -> None:
+    def look(exports: Exports, state: TrainState, export_dir: Path, parts: ExportParts, **others: bool) -> None:
         names = {path.name for path in export_dir.parent.glob("*") if not path.is_symlink()}
         names |= {f"new {export_dir.name}"}
         most["averages"] = max(most["averages"], sum("average_" in name for name in names))
         most["all"] = max(most["all"], len(names))
-        write(exports, state, export_dir, parts)
+        write(exports, state, export_dir, parts, **others)
 
     given = dict(min_samples_per_checkpoint=8, export_dtype="float32", max_tokens_per_gpu=1000) | changes
     _, text = plan(**given)

@@ -19,7 +19,7 @@ from browser import Browser, needs_browser
 from hypothesis import given
 from hypothesis import strategies as st
 from local_server import serving
-from processes import ENV, run
+from processes import ROOT, run
 from run_directories import make_sources, write_run
 from tiny_data import read_lines, write_jsonl
 
@@ -428,10 +428,8 @@ def test_answers_to_sample_prompts_are_there_by_prompt(tmp_path):
         ("xxx", [(1, 0), (1, 4)]),
     ]
     assert len(page["samples"][2]["prompt"]) < 2100 and any("up to 40 in a run, 4 of each" in n for n in page["notes"])
-    assert [(row["text"], row["is_cut"]) for row in page["samples"][2]["answers"]] == [
-        ("answer 0", False),
-        ("answer 4", True),
-    ]
+    answers = [(row["text"], row["is_cut"]) for row in page["samples"][2]["answers"]]
+    assert answers == [("answer 0", False), ("answer 4", True)]
     assert describe(third)["samples"] == []
     before = describe(third)["version"]
     write_samples(third, (0,), ["one"])
@@ -455,8 +453,8 @@ def test_options_that_cannot_be_used(options, problem):
     assert find_wrong_options(PlotOptions(**given | {"output": "x.HTML"})) == []
 
 
-def plot(*words: object) -> subprocess.CompletedProcess:
-    return run([sys.executable, "-m", "mini_trainer", "plot-metrics", *map(str, words)])
+def plot(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return run([sys.executable, "-m", "mini_trainer", "plot-metrics", *map(str, words)], cwd=cwd)
 
 
 def test_the_command_writes_a_page_and_says_where(tmp_path):
@@ -475,19 +473,10 @@ def test_the_command_writes_a_page_and_says_where(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["gone", "--output", "x.html"], "error: gone: "),
-        ([".", "--output", "x.html"], "error: .: "),
-    ],
+    [(["gone", "--output", "x.html"], "error: gone: "), ([".", "--output", "x.html"], "error: .: ")],
 )
 def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(words, message, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "mini_trainer", "plot-metrics", *words],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-    )
+    done = plot(*words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and "Traceback" not in done.stderr
 
@@ -561,10 +550,8 @@ def test_a_browser_draws_every_curve_and_asks_for_nothing(browser, page):
     assert names == ["first", "second", HOSTILE]
     assert browser.ask("document.querySelectorAll('#differing tr').length") == 1 + 1
     assert browser.ask("document.querySelectorAll('img').length") == 0
-    assert browser.ask("[...document.querySelectorAll('#samples summary')].map(one => one.innerText)") == [
-        "What?",
-        HOSTILE,
-    ]
+    asked = browser.ask("[...document.querySelectorAll('#samples summary')].map(one => one.innerText)")
+    assert asked == ["What?", HOSTILE]
     texts = browser.ask("[...document.querySelectorAll('#samples td')].map(cell => cell.textContent)")
     assert texts == [f"{HOSTILE} {step}{end}" for step, end in ((0, ""), (100, " …"), (200, " …"))] * 2
     assert browser.ask("new Set([...document.querySelectorAll('[aria-pressed=true].run')]).size") == 3

@@ -21,14 +21,8 @@ END = "<|im_end|>"
 
 
 def make_words(rows: list[dict], model: Path, root: Path, form: str) -> list[str]:
-    options = dict(
-        format=form,
-        input_file=write_jsonl(root / "rows.jsonl", rows),
-        output_file=root / "data.arrow",
-        model_name_or_path=model,
-        num_proc=1,
-    )
-    return flags(**options)
+    paths = dict(input_file=write_jsonl(root / "rows.jsonl", rows), output_file=root / "data.arrow")
+    return flags(**paths, format=form, model_name_or_path=model, num_proc=1)
 
 
 def process(rows: list[dict], model: Path, root: Path, *more: str, form: str = "preference") -> None:
@@ -99,10 +93,7 @@ def test_names_of_columns_are_options(model, tmp_path):
     assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    BAD_PAIRS,
-)
+@pytest.mark.parametrize(("row", "reason"), BAD_PAIRS)
 def test_bad_rows_are_refused_with_their_line(row, reason, model, tmp_path):
     message = refuse([PAIR, row], model, tmp_path)
     assert "rows.jsonl:2: " in message and reason in message
@@ -175,10 +166,7 @@ def test_pairs_become_feedback(model, tmp_path):
     assert first[1] == (CHAT, GOOD + END)  # the next row with another prompt
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    BAD_FEEDBACK,
-)
+@pytest.mark.parametrize(("row", "reason"), BAD_FEEDBACK)
 def test_bad_feedback_is_refused_with_its_line(row, reason, model, tmp_path):
     message = refuse([FEEDBACK, row], model, tmp_path, form="feedback")
     assert "rows.jsonl:2: " in message and reason in message

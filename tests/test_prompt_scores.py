@@ -48,14 +48,11 @@ class Teacher:
 
 def list_entries(log_q: torch.Tensor, ids: list[int]) -> dict[str, dict[str, Any]]:
     """A position's entries: the prompt's own token first, whether or not it is one of the most probable."""
-    return {
-        str(token_id): {
-            "logprob": log_q[token_id].item(),
-            "rank": int((log_q > log_q[token_id]).sum()) + 1,
-            "decoded_token": f"<{token_id}>",
-        }
-        for token_id in ids
-    }
+    entries = {}
+    for i in ids:
+        rank = int((log_q > log_q[i]).sum()) + 1
+        entries[str(i)] = {"logprob": log_q[i].item(), "rank": rank, "decoded_token": f"<{i}>"}
+    return entries
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +151,7 @@ ODD: dict[str, tuple[Change, str]] = {
     "null": (lambda choice, ids: choice.update(prompt_logprobs=None), NONE),
     "a number": (lambda choice, ids: choice.update(prompt_logprobs=7), NONE),
     "fewer positions": (lambda choice, ids: choice["prompt_logprobs"].pop(), " positions "),
-    "an object": (
-        lambda choice, ids: choice.update(prompt_logprobs={str(i): {} for i in range(len(ids))}),
-        NOT_BY_ID,
-    ),
+    "an object": (lambda choice, ids: choice.update(prompt_logprobs={str(i): {} for i in range(len(ids))}), NOT_BY_ID),
     "null positions": (change_positions(lambda entries, _: None), NOT_BY_ID),
     "lists": (change_positions(lambda entries, _: list(entries)), NOT_BY_ID),
     "texts for ids": (

@@ -216,23 +216,15 @@ def test_overlong_samples_are_refused_or_dropped_and_counted(tmp_path):
         ("garbage.jsonl", b'{"input_ids": [1', "be read"),
         ("garbage.parquet", b"garbage" * 100, "be read"),
         ("messages.jsonl", b'{"messages": []}\n', "column input_ids, labels, .*found messages"),
-        (
-            "text.jsonl",
-            b'{"input_ids": "x", "labels": [1], "len": 1, "num_loss_counted_tokens": 0}\n',
-            "column input_ids is string",
-        ),
-        (
-            "number.jsonl",
-            b'{"input_ids": 1, "labels": [1], "len": 1, "num_loss_counted_tokens": 0}\n',
-            "column input_ids is int64",
-        ),
-        (
-            "weights.jsonl",
-            b'{"input_ids": [1], "labels": [1], "len": 1, "num_loss_counted_tokens": 0, "loss_weights": "all"}\n',
-            "be read",
-        ),
+        ("text.jsonl", b'{"input_ids": "x", "labels": [1], "len": 1, "num_loss_counted_tokens": 0}\n',
+         "column input_ids is string"),
+        ("number.jsonl", b'{"input_ids": 1, "labels": [1], "len": 1, "num_loss_counted_tokens": 0}\n',
+         "column input_ids is int64"),
+        ("weights.jsonl",
+         b'{"input_ids": [1], "labels": [1], "len": 1, "num_loss_counted_tokens": 0, "loss_weights": "all"}\n',
+         "be read"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_no_data_set_is_refused(name, content, reason, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)

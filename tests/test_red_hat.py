@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import tyro
 from processes import ENV, ROOT
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer import PretrainingConfig, TorchrunArgs, TrainingArgs, TrainingMode, run_training
@@ -146,17 +146,12 @@ def test_red_hats_modules_are_there_and_import_nothing_heavy():
     subprocess.run([sys.executable, "-c", script], env=ENV, check=True, timeout=60, cwd=ROOT)
 
 
-def write_rows(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_rows_of_tokens_and_labels_alone_are_read_with_their_counts(ending, tmp_path):
     rows = [dict(input_ids=[3, 4, 5], labels=[3, -100, 5], len=3), dict(input_ids=[6, 7], labels=[-100, 7], len=2)]
     path = tmp_path / f"data.{ending}"
     if ending == "jsonl":
-        write_rows(path, rows)
+        write_jsonl(path, rows)
     else:
         pa.parquet.write_table(pa.Table.from_pylist(rows), path)
     data = TokenizedData(path, option="--data-path")
@@ -165,8 +160,8 @@ def test_rows_of_tokens_and_labels_alone_are_read_with_their_counts(ending, tmp_
 
 
 def test_tokenized_data_is_known_by_its_columns_and_not_mixed_with_chats(tmp_path):
-    tokens = write_rows(tmp_path / "tokens.jsonl", [dict(input_ids=[1], labels=[1], len=1)])
-    chats = write_rows(tmp_path / "chats.jsonl", [dict(messages=[])])
+    tokens = str(write_jsonl(tmp_path / "tokens.jsonl", [dict(input_ids=[1], labels=[1], len=1)]))
+    chats = str(write_jsonl(tmp_path / "chats.jsonl", [dict(messages=[])]))
     assert not names_tokenized(TrainingArgs(data_path=chats)) and not names_tokenized(TrainingArgs())
     with pytest.raises(BadInputError, match=r"tokens\.jsonl: already tokenized, but other files are not"):
         names_tokenized(TrainingArgs(data_path=[tokens, chats]))
@@ -183,16 +178,13 @@ def read_rows(path: str) -> list[list[int]]:
 
 
 def test_tokenized_documents_are_joined_and_cut(tmp_path):
-    path = write_rows(tmp_path / "docs.jsonl", [dict(input_ids=ids, len=len(ids)) for ids in DOCUMENTS])
+    path = str(write_jsonl(tmp_path / "docs.jsonl", [dict(input_ids=ids, len=len(ids)) for ids in DOCUMENTS]))
     args = derive(path, tmp_path, pretraining_config=PretrainingConfig(block_size=4), max_seq_len=2)
     blocks = read_rows(args.data_path[0])
     assert [*chain(*blocks)] == [*chain(*DOCUMENTS)] and all(2 <= len(block) <= 4 for block in blocks)
     assert not [block for block in blocks if block[0] == 9]  # its end would never be learned
-    assert (args.process_data, args.pretraining_config, args.validation_data_path) == (
-        False,
-        None,
-        TrainingArgs().data_path,
-    )
+    found = args.process_data, args.pretraining_config, args.validation_data_path
+    assert found == (False, None, TrainingArgs().data_path)
     assert derive(path, tmp_path, pretraining_config=PretrainingConfig(4)).data_path == args.data_path
     assert derive(path, tmp_path, pretraining_config=PretrainingConfig(3)).data_path != args.data_path
 
@@ -207,7 +199,7 @@ def test_documents_that_are_no_tokens_yet_are_process_data_s(tmp_path):
 
 
 def test_rows_with_labels_are_no_documents(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", [dict(input_ids=[1, 2], labels=[1, 2], len=2)])
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [dict(input_ids=[1, 2], labels=[1, 2], len=2)]))
     with pytest.raises(BadInputError, match=r"pretraining_config: .*rows\.jsonl has labels"):
         derive(path, tmp_path, pretraining_config=PretrainingConfig(2))
 
@@ -268,7 +260,7 @@ def test_a_run_as_training_hub_starts_it(tmp_path):
     (tmp_path / "run" / "training_hub_callbacks.json").write_text("{}")
     write_samples(tmp_path / "data.arrow", make_samples(40, vocab_size=VOCAB_SIZE, max_len=40))
     rows = pa.ipc.open_file(tmp_path / "data.arrow").read_all().select(["input_ids", "labels", "len"]).to_pylist()
-    path = write_rows(folder / "data.jsonl", rows)
+    path = str(write_jsonl(folder / "data.jsonl", rows))
     result = run_training(
         torch_args=TorchrunArgs(nproc_per_node=1, nnodes=1, node_rank=0, rdzv_id=0),
         train_args=TrainingArgs(

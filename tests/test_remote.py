@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_runs import chat, options_for, write_rows
+from data_runs import chat, options_for, read_file, write_rows
 from range_server import RangeServer
 from s3_server import KEY, serve_bucket
 
-from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.rows.files import find_sources, read_chunks
 from mini_trainer.data.stores import remote
 from mini_trainer.data.tokenized.sidecar import identify_source, name_rows
 from mini_trainer.options import RowOptions, replace_options
@@ -80,15 +80,11 @@ def test_files_of_a_web_server(server, rows, model, tmp_path):
     assert server.faults == []
 
 
-def read_rows(url: str) -> list[object]:
-    return [row.value for source in find_sources([url]) for chunk in read_chunks(source) for row in iterate_rows(chunk)]
-
-
 def test_a_request_that_breaks_is_made_again(server):
     lines = [b"%d\n" % i for i in range(5000)]
     server.files["a.jsonl"] = b"".join(lines)
     server.faults = ["break", "break", None, "500", None, None, "break", "500", "break"]
-    assert read_rows(f"{server.url}/a.jsonl") == lines
+    assert [row.value for row in read_file(f"{server.url}/a.jsonl")] == lines
     assert server.faults == []
 
 
@@ -97,7 +93,7 @@ def test_a_connection_that_keeps_breaking_is_an_error_with_the_file_and_the_byte
     server.files["a.jsonl"] = b"1\n" * 9000
     server.faults = [None, *[fault] * 99]
     with pytest.raises(ValueError, match=r"http://127.0.0.1:\d+/a.jsonl: .*[1-9],000 of 18,000: "):
-        read_rows(f"{server.url}/a.jsonl")
+        read_file(f"{server.url}/a.jsonl")
 
 
 def test_a_file_of_another_length_or_content_than_said_is_an_error(server):

@@ -51,7 +51,8 @@ def finished(inputs, world, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("step", "is_async"), [(1, False), (5, True), wide(1, True), wide(3, False), wide(3, True), wide(5, False)]
+    ("step", "is_async"),  # at the last step an export is due
+    [(1, False), (5, True), (6, False), wide(1, True), wide(3, False), wide(3, True), wide(5, False)],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(step, is_async, start, finished, tmp_path):
     output_dir = copy_until(finished, step, tmp_path / "run")
@@ -87,12 +88,6 @@ def test_two_ranks_resume_bit_for_bit(inputs, tmp_path):
         train_on(2, None, **(inputs | OPTIONS | dict(output_dir=tmp_path / name, max_steps=max_steps)))
     shutil.rmtree(tmp_path / "parts" / "hf_format" / "samples_16")  # the export at the end of the first part
     check_same(tmp_path / "whole", tmp_path / "parts", step=5)
-
-
-def test_an_export_that_was_due_at_the_checkpoint_is_made_on_resume(start, finished, tmp_path):
-    output_dir = copy_until(finished, 6, tmp_path / "run")
-    start(output_dir, max_steps=6)
-    check_same(finished, output_dir, step=6)
 
 
 def test_a_directory_is_replaced_without_a_moment_in_which_it_is_not_there(tmp_path, monkeypatch):
@@ -197,11 +192,14 @@ def forge(directory: Path, **state: object) -> dict:
     return manifest
 
 
-@pytest.mark.parametrize("position", [None, dict(step="1"), dict(step=-1), dict(steps=1), [1, 2]])
-def test_a_state_that_was_forged_is_refused(position, start, finished, tmp_path):
+@pytest.mark.parametrize("position", [None, dict(step="1"), dict(step=-1), dict(steps=1), [1, 2], "as it was"])
+def test_a_state_or_a_manifest_that_was_forged_is_refused(position, start, finished, tmp_path):
     output_dir = copy_until(finished, 1, tmp_path / "run")
     directory = output_dir / "checkpoints" / "step_1"
-    write_manifest(directory, forge(directory, position=position))
+    manifest = forge(directory, **({} if position == "as it was" else dict(position=position)))
+    if position == "as it was":
+        manifest["files"]["../../../etc/passwd"] = manifest["files"].pop(WEIGHTS)
+    write_manifest(directory, manifest)
     with pytest.raises(NoValidCheckpoint, match="only damaged_step_1;"):
         start(output_dir, max_steps=6)
 
@@ -230,16 +228,6 @@ def test_a_run_with_an_option_that_is_gone_is_resumed(start, finished, tmp_path)
     shutil.rmtree(output_dir / "hf_format" / "last")
     check_same(finished, output_dir, step=6)
     assert (output_dir / "hf_format" / "latest").samefile(output_dir / "hf_format" / "samples_48")
-
-
-def test_a_manifest_that_was_forged_is_refused(start, finished, tmp_path):
-    output_dir = copy_until(finished, 1, tmp_path / "run")
-    directory = output_dir / "checkpoints" / "step_1"
-    manifest = forge(directory)
-    manifest["files"]["../../../etc/passwd"] = manifest["files"].pop(WEIGHTS)
-    write_manifest(directory, manifest)
-    with pytest.raises(NoValidCheckpoint, match="only damaged_step_1;"):
-        start(output_dir, max_steps=6)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_from_zero(start, finished, tmp_path):

@@ -35,25 +35,13 @@ SHAPE = dict(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, num_att
 MODELS = {
     "mixtral": FAMILIES["mixtral"],
     "gpt_oss": FAMILIES["gpt_oss_sinks"],
-    "qwen3_moe": Qwen3MoeConfig(
-        **SHAPE,
-        head_dim=8,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_experts=6,
-        num_experts_per_tok=3,
-        mlp_only_layers=[0],
-    ),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, head_dim=8, intermediate_size=64, moe_intermediate_size=16, num_experts=6,
+                                num_experts_per_tok=3, mlp_only_layers=[0]),
     "olmoe": OlmoeConfig(**SHAPE, intermediate_size=16, num_experts=4, num_experts_per_tok=2),
-    "jetmoe": JetMoeConfig(
-        **{name: value for name, value in SHAPE.items() if name != "num_attention_heads"},
-        kv_channels=8,
-        intermediate_size=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        initializer_range=0.2,
-    ),
-}
+    "jetmoe": JetMoeConfig(**{name: value for name, value in SHAPE.items() if name != "num_attention_heads"},
+                           kv_channels=8, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
+                           initializer_range=0.2),
+}  # fmt: skip
 MROPE = dict(rope_type="default", mrope_section=[2, 1, 1], rope_theta=10000.0)
 TOWER = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=32)
 OUTSIDE = {"image_token_id": 285, "video_token_id": 286}  # beyond what the data has

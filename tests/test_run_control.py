@@ -332,10 +332,8 @@ os.kill(os.getpid(), signal.SIGUSR1)
 sys.exit(subprocess.call([sys.executable, "-c", {rank!r}]))
 """
     done = subprocess.run([sys.executable, "-c", launcher], env=ENV, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (
-        ExitCode.SAVED_AND_REQUEUE,
-        "SIGUSR1 before the first step: nothing new to save\n",
-    )
+    said = "SIGUSR1 before the first step: nothing new to save\n"
+    assert (done.returncode, done.stderr) == (ExitCode.SAVED_AND_REQUEUE, said)
 
 
 @pytest.mark.parametrize(
@@ -462,13 +460,8 @@ def test_when_a_run_hangs_and_what_is_said():
 
 
 def test_durations():
-    assert [parse_duration(text) for text in (None, "90", "0.5", "1:30:00", "100:00:01")] == [
-        None,
-        5400,
-        30,
-        5400,
-        360001,
-    ]
+    durations = {None: None, "90": 5400, "0.5": 30, "1:30:00": 5400, "100:00:01": 360001}
+    assert {text: parse_duration(text) for text in durations} == durations
     for text in ("", "soon", "0", "-5", "0:00:00", "1:30", "1:60:00", "inf", "nan"):
         with pytest.raises(ValueError, match=f"^{text}: .*minutes"):
             parse_duration(text)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from heavy import need
 from make_tiny_model import save_tiny_model, train_tokenizer
+from processes import free_port
 from transformers import AutoModelForCausalLM
 
 from mini_trainer.options import group_options
@@ -120,9 +121,7 @@ def test_no_key_is_printed_and_the_server_gets_it(engine, model, monkeypatch, ca
     monkeypatch.setitem(SERVERS, engine, (name, words, start))
     monkeypatch.setattr("mini_trainer.tools.serve.choose_engine", lambda _: engine)
     monkeypatch.setenv(KEY, "key-of-ours")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     serve(make_options(model=str(model), port=port, engine_args=("api_key=key-of-vllm", "max_model_len=9")))
     printed = capsys.readouterr().out
     assert "--api-key '***' --max-model-len 9\n" in printed and f"--api-key-env {KEY}\n" in printed
@@ -220,17 +219,8 @@ def post(served: Served, parameters: object, *, path: str = CHAT, behind=None) -
 def test_only_the_model_s_own_paths_reach_the_server(served):
     front = make_front(served)
     assert {send_request(front, path, HOST).status for path in METHODS} == {200}
-    others = (
-        "/load_model",
-        "/reset",
-        "//load_model",
-        "/v1/../load_model",
-        "/load_model/",
-        "/docs",
-        "/v1/responses",
-        "",
-    )
-    assert {send_request(front, path, HOST).status for path in others} == {404}
+    others = ("load_model", "reset", "/load_model", "v1/../load_model", "load_model/", "docs", "v1/responses")
+    assert {send_request(front, path, HOST).status for path in ("", *(f"/{name}" for name in others))} == {404}
     wrong = {CHAT: "GET", TEXT: "PUT", "/v1/models": "OPTIONS", "/health": "POST"}
     assert {send_request(front, path, HOST, method=method).status for path, method in wrong.items()} == {405}
     assert len(front.behind.requests) == 3
@@ -377,11 +367,8 @@ REFUSED = [
     (CHAT, {"logprobs": True}, "logprobs: given true, allowed: false"),
     (TEXT, {"logprobs": 0}, "logprobs: given 0, allowed: false"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs: given 3, allowed: 0"),
-    (
-        CHAT,
-        {"response_format": {"type": "json_object"}},
-        'response_format: given {"type": "json_object"}, allowed: {"ty',
-    ),
+    (CHAT, {"response_format": {"type": "json_object"}},
+     'response_format: given {"type": "json_object"}, allowed: {"ty'),
     (CHAT, {"logit_bias": {"5": 1}}, "logit_bias: given"),
     (CHAT, {"presence_penalty": 0.5}, "presence_penalty: given 0.5, allowed: 0"),
     (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty: given 0.5, allowed: 0"),
@@ -390,11 +377,8 @@ REFUSED = [
     (TEXT, {"best_of": 2}, "best_of: given 2"),
     (TEXT, {"echo": True}, "echo: given true"),
     (TEXT, {"suffix": "!"}, 'suffix: given "!"'),
-    (
-        CHAT,
-        {"reasoning_effort": "low"},
-        '"reasoning_effort" is not supported, allowed: messages, max_completion_tokens',
-    ),
+    (CHAT, {"reasoning_effort": "low"},
+     '"reasoning_effort" is not supported, allowed: messages, max_completion_tokens'),
     (CHAT, {"generation_config": "{}"}, '"generation_config" is not supported'),  # by which any limit could be passed
     (CHAT, {"prompt": "x"}, '"prompt" is not supported'),
     (TEXT, {"messages": []}, '"messages" is not supported'),
@@ -409,25 +393,16 @@ REFUSED = [
     (CHAT, {"stop": [3]}, "stop: given [3]"),
     (CHAT, {"stop": "a", "stream": True}, "stop: a stream cannot be cut"),
     (CHAT, {"tools": "search"}, "tools: given"),
-    (
-        CHAT,
-        {"tools": [{"type": "function"}]},
-        "no prompt can be made: ValueError: tools: the chat template does not read",
-    ),
+    (CHAT, {"tools": [{"type": "function"}]},
+     "no prompt can be made: ValueError: tools: the chat template does not read"),
     (CHAT, {"messages": None}, "messages is missing"),
     (CHAT, {"messages": [{"content": "hi"}]}, "no prompt can be made: KeyError: 'role'"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "no prompt can be made: ValueError: mess",
-    ),
-    (
-        CHAT,
-        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
-        "no prompt can be made: ValueError: the chat template",
-    ),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "no prompt can be made: ValueError: mess"),
+    (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+     "no prompt can be made: ValueError: the chat template"),
     (TEXT, {"prompt": [1, 2]}, "prompt: given [1, 2], allowed: a text"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "given", "reason"), REFUSED)
@@ -581,9 +556,7 @@ def test_a_server_answers_as_the_model_does_in_the_terminal(model, tmp_path):
     need("fastapi")
     need("uvicorn")
     openai = need("openai")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = [sys.executable, "-m", "mini_trainer", "serve", model, "--port", str(port)]
     env = os.environ | {"HF_HOME": str(tmp_path / "hub"), KEY: "key-of-ours"}
     server = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)

@@ -6,12 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from breadth import long
-from processes import ROOT
+from processes import ROOT, wait_until
 
 from mini_trainer.tools.slurm_job import MOST_IDLE, end
 
@@ -54,10 +53,7 @@ def test_a_warning_to_the_script_reaches_the_step_and_the_job_is_requeued(to_all
     output_dir.mkdir()
     (output_dir / "exit.json").write_text('{"code": 0}')  # an earlier start's
     process = start("--output-dir", output_dir, env=job)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "words").exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
+    wait_until((tmp_path / "words").exists, seconds=60, by=process, said=process.communicate)
     (os.killpg if to_all else os.kill)(process.pid, signal.SIGUSR1)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 3, said

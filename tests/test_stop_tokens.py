@@ -110,10 +110,8 @@ def test_single_turns_that_never_stop_are_refused_or_get_a_stop_token(name, mode
     assert [tokenizer.decode(sample["input_ids"]) for sample in samples] == [rendered + ending] * 50
     assert [decode_trained(tokenizer, sample) for sample in samples] == [ANSWER["content"] + ending] * 50
     report = capsys.readouterr().out
-    assert (
-        "rows with a trained stop            50  100.0%" in report
-        and "stop tokens appended                50" in report
-    )
+    for line in ("rows with a trained stop            50  100.0%", "stop tokens appended                50"):
+        assert line in report
 
 
 @pytest.mark.parametrize("name", TRAITS)

@@ -367,10 +367,8 @@ def test_a_store_that_refuses_is_told_once_and_how_to_upload_later(bucket, expor
     assert first.startswith("warning: --upload-to s3://nowhere/x: ") and "such bucket" in first
     assert "training continues" in first
     command = f"aws s3 sync {export} s3://nowhere/x/samples_8"
-    assert last.splitlines() == [
-        "warning: exports that were not uploaded to s3://nowhere/x: 1. To upload them:",
-        f"  {command}",
-    ]
+    told = "warning: exports that were not uploaded to s3://nowhere/x: 1. To upload them:"
+    assert last.splitlines() == [told, f"  {command}"]
     heading, command = last.splitlines()
     assert heading.startswith("warning: exports that were not uploaded ") and "s3://nowhere/x" in heading
     assert command == f"  aws s3 sync {export} s3://nowhere/x/samples_8"
@@ -449,10 +447,7 @@ def test_commands_that_upload():
         (dict(output_dir="s3://b/x"), "--output-dir s3://b/x: "),
         (dict(data_cache_dir="s3://b/x"), "--data-cache-dir s3://b/x: "),
         (dict(data_path="ftp://b/t.arrow"), "--data-path ftp://b/t.arrow: "),
-        (
-            dict(validation_data_path="s3://k:hunter2@b/t.arrow"),
-            "--validation-data-path s3://***@b/t.arrow: has ",
-        ),
+        (dict(validation_data_path="s3://k:hunter2@b/t.arrow"), "--validation-data-path s3://***@b/t.arrow: has "),
     ],
 )
 def test_options_that_are_refused(options, reason, monkeypatch):

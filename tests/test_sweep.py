@@ -15,17 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 from heavy import need
-from processes import ROOT
+from processes import run as run_command
 from small_runs import read_rows
-from sweep_runs import (
-    ForkedPool,
-    Killed,
-    KilledPool,
-    make_settings,
-    read_results,
-    run,
-    write_settings,
-)
+from sweep_runs import ForkedPool, Killed, KilledPool, make_settings, read_results, run, write_settings
 
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.options import TrainOptions, group_options
@@ -368,12 +360,7 @@ def test_a_command_is_the_trial_with_all_its_options(given, tmp_path):
 
 def test_the_program_prints_commands_and_starts_nothing(given, tmp_path):
     path = write_settings(given | {"output_dir": str(tmp_path / "sweep"), "num_processes": 2}, tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "mini_trainer", "sweep", str(path), "--print-command"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run_command([sys.executable, "-m", "mini_trainer", "sweep", str(path), "--print-command"])
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4 and all(" -m mini_trainer train --nproc-per-node=2 " in line for line in lines)

@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_runs import tokenize_rows
+from data_runs import read_file, tokenize_rows
 from stock_templates import make_tokenizer
 from tiny_data import read_lines, write_jsonl
 from trait_templates import TRAITS
@@ -56,8 +56,7 @@ def calling(arguments: object) -> list[dict]:
 
 
 def read_values(path: Path) -> list[dict]:
-    (source,) = find_sources([str(path)])
-    return [row.value for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+    return [row.value for row in read_file(path)]
 
 
 def write_arguments(path: Path, values: list, kind: pa.DataType | None = None) -> Path:
@@ -171,11 +170,7 @@ def test_nulls_that_only_the_schema_adds_are_left_out_and_counted(model, tmp_pat
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
     (source,) = find_sources([str(tmp_path / "in.parquet")])
     (chunk,) = read_chunks(source)
-    assert [row.lost for row in iterate_rows(chunk)] == [
-        ("arguments",),
-        ("arguments", "tools"),
-        ("arguments", "tools"),
-    ]
+    assert [row.lost for row in iterate_rows(chunk)] == [("arguments",), ("arguments", "tools"), ("arguments", "tools")]
 
 
 def test_columns_and_rows_that_python_cannot_hold_name_the_file(model, tmp_path):
@@ -246,7 +241,6 @@ def test_text_that_is_marked_as_json_and_is_none(model, tmp_path):
 CHAT = [USER, {"role": "assistant", "content": 'It is "20", é.'}]
 SHAREGPT = [{"from": "human", "value": "Weather?"}, {"from": "gpt", "value": 'It is "20", é.'}]
 NO = [{"role": "assistant", "content": "No."}]
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 AS_TEXT = {
     "messages": {"messages": CHAT},
     "calls": {"messages": calling({"city": "Lima", "none": None})},
@@ -282,20 +276,14 @@ def test_messages_as_json_text_for_the_other_readers(tmp_path):
     rows = [
         (read_pair, {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": NO}),
         (read_pair, {"chosen": CHAT, "rejected": [USER, *NO]}),
-        (
-            lambda row: read_pair(row, columns=("prompt=p", "chosen=c", "rejected=r")),
-            {"p": CHAT[:1], "c": CHAT[1:], "r": NO},
-        ),
-        (
-            lambda row: read_feedback(row | {"label": True}, None, Counter(), options=RowOptions())[0],
-            {"messages": CHAT},
-        ),
-        (
-            lambda row: read_feedback(row | {"label": True}, None, Counter(), options=RowOptions())[0],
-            {"prompt": CHAT[:1], "completion": CHAT[1:]},
-        ),
+        (lambda row: read_pair(row, columns=("prompt=p", "chosen=c", "rejected=r")),
+         {"p": CHAT[:1], "c": CHAT[1:], "r": NO}),
+        (lambda row: read_feedback(row | {"label": True}, None, Counter(), options=RowOptions())[0],
+         {"messages": CHAT}),
+        (lambda row: read_feedback(row | {"label": True}, None, Counter(), options=RowOptions())[0],
+         {"prompt": CHAT[:1], "completion": CHAT[1:]}),
         (lambda row: check_values(row, RowOptions(), Counter()), {"messages": CHAT, "label": "a"}),
-    ]
+    ]  # fmt: skip
     for read, row in rows:
         assert read(in_cells(row)) == read(row)
     for row in ({"messages": CHAT}, {"prompt": CHAT[:1]}, {"prompt": CHAT[:1], "completion": CHAT[1:]}):

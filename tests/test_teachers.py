@@ -2,6 +2,7 @@
 a plain loop over transformers' logits, also where a teacher reads other prompts than the model."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from breadth import long, wide
 from in_process import print_plan, train_on
 from peft import LoraConfig, PeftModel, get_peft_model
 from scored_data import TOP_K, score_here, write_data
-from small_runs import read_rows
+from small_runs import check_step, read_rows
 from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch.nn.functional import cross_entropy, kl_div
@@ -77,31 +78,22 @@ def diverge_plainly(name: str, logits: torch.Tensor, target: torch.Tensor, teach
     return total
 
 
-@pytest.mark.parametrize("top_k", [2, K, V])
-@pytest.mark.parametrize("name", FROM_TOP)
-def test_divergences_of_files_are_their_definitions(name, top_k):
-    logits, target, teacher, top = make_chunk(top_k=top_k)
+@pytest.mark.parametrize(
+    ("name", "top_k"), [*((name, top_k) for name in FROM_TOP for top_k in (2, K, V)), *((n, None) for n in FROM_LOGITS)]
+)
+def test_divergences_are_their_definitions(name, top_k):
+    """From a file of the teacher's `top_k` most probable tokens, and from its whole distributions."""
+    logits, target, teacher, top = make_chunk(top_k=top_k or K)
     own = logits.clone().requires_grad_()
-    expected = diverge_plainly(name, own, target, teacher, top)
+    expected = diverge_plainly(name, own, target, teacher, top if top_k else None)
     expected.backward()
-    found = FROM_TOP[name](logits, target, top)
+    found = FROM_TOP[name](logits, target, top) if top_k else FROM_LOGITS[name](logits, target, teacher)
     torch.testing.assert_close(found.values.sum(), expected.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(found.d_logits, own.grad, rtol=1e-10, atol=1e-10)
     if top_k == V:
         whole = FROM_LOGITS[name](logits, target, teacher)
         torch.testing.assert_close(found.values, whole.values, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(found.d_logits, whole.d_logits, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", FROM_LOGITS)
-def test_divergences_of_whole_distributions_are_their_definitions(name):
-    logits, target, teacher, _ = make_chunk()
-    own = logits.clone().requires_grad_()
-    expected = diverge_plainly(name, own, target, teacher, None)
-    expected.backward()
-    found = FROM_LOGITS[name](logits, target, teacher)
-    torch.testing.assert_close(found.values.sum(), expected.detach(), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(found.d_logits, own.grad, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("name", "beta"), [("forward-kl", 0.0), ("jsd", 0.5), ("reverse-kl", 1.0)])
@@ -345,9 +337,10 @@ def diverge_rows(name: str, logits, labels, teacher, ids):
         rests = [torch.where(named, 0.0, v).sum(1, keepdim=True) for v in (p, q)]
         p, q = (torch.cat([torch.where(named, v, 0.0), *rests[i : i + 1]], 1) for i, v in enumerate((p, q)))
     p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
-    if name == "reverse-kl":
-        p, q = q, p
-    return torch.special.xlogy(q, torch.where(q > 0, q / p.clamp(min=1e-300), 1.0)).sum()
+    m = (p + q) / 2
+    pairs = {"reverse-kl": [(p, q)], "jsd": [(p, m), (q, m)]}.get(name, [(q, p)])
+    sums = [torch.special.xlogy(a, torch.where(a > 0, a / b.clamp(min=1e-300), 1.0)).sum() for a, b in pairs]
+    return sum(sums) / len(sums)
 
 
 @pytest.mark.parametrize(
@@ -379,14 +372,6 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(divergence, temperature, on
     expected = measure_plainly(student, teacher, data, rows, terms, None if online else 5)
     check_step(metrics, student, expected, tolerance=1e-5 if online else 1e-3)  # files are in half precision
     assert metrics["teacher_tail"] == 0 if online else metrics["teacher_tail"] > 0
-
-
-def check_step(metrics: dict, student: torch.nn.Module, expected: torch.Tensor, *, tolerance: float) -> None:
-    """The step's loss and gradient norm are those of `expected`, a loss of `student`."""
-    expected.backward()
-    norm = torch.stack([param.grad.norm() for param in student.parameters()]).norm()
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=tolerance)
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=tolerance)
 
 
 WEIGHTS = (0.0, 0.7, 0.2)  # of three data sets
@@ -441,11 +426,7 @@ def test_the_start_as_a_teacher_of_some_data_sets(models, world, tmp_path):
     student, data = load(tmp_path / "run/hf_format/samples_8"), Mixture([TokenizedData(path) for path in paths])
     rows = draw_samples(data, seed=42, start=BATCH_SIZE, count=BATCH_SIZE).tolist()
     expected = measure_plainly(student, load(models[0]), data, rows, Terms(0.7, "forward-kl", 1.0, WEIGHTS), None)
-    expected.backward()
-    norm = torch.stack([param.grad.norm() for param in student.parameters()]).norm()
-    metrics = read_rows(tmp_path / "run")[1]
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-5)
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    check_step(read_rows(tmp_path / "run")[1], student, expected, tolerance=1e-5)
     card = (tmp_path / "run/hf_format/samples_16/README.md").read_text()
     assert "teacher (forward-kl, weights 0, 0.7, 0.2, temperature 1)" in card
 
@@ -479,8 +460,10 @@ def test_a_checkpoint_of_an_older_version_had_one_weight_or_none():
     assert "teacher-weight" in find_changes({"teacher-weight": 0.5}, {"teacher-weight": [0.5, 0.0]})
 
 
-def read_numbers(root: Path) -> np.ndarray:
-    keys = ("loss", "grad_norm", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")
+NUMBERS = ("loss", "grad_norm", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")
+
+
+def read_numbers(root: Path, keys: tuple[str, ...] = NUMBERS) -> np.ndarray:
     return np.array([[row[key] for key in keys] for row in read_rows(root / "run")])
 
 
@@ -663,24 +646,10 @@ def write_pair(root: Path, models: tuple[Path, Path]) -> None:
 
 
 def make_pair_options(root: Path, models: tuple[Path, Path], **changes: object) -> dict:
-    return dict(
-        model_name_or_path=str(models[0]), data_path=(str(root / "data.arrow"),), output_dir=str(root / "run"),
+    return make_options(root, models) | dict(
         teacher_data=(str(root / "seen.arrow"),), teacher_model=str(models[1]), teacher_divergence="reverse-kl",
-        batch_size=BATCH_SIZE, max_tokens_per_gpu=CAP, learning_rate=1e-2, max_steps=1, compute_dtype="float32",
-        activation_checkpointing="none", export_dtype="float32", teacher_weight=(1.0,), max_grad_norm=None,
-        checkpoint_every_steps=1,
+        max_tokens_per_gpu=CAP, max_steps=1, teacher_weight=(1.0,), max_grad_norm=None,
     ) | changes  # fmt: skip
-
-
-def diverge(name: str, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The sum over rows of logits of the model, p, and the teacher, q."""
-    p, q = p.log_softmax(1), q.log_softmax(1)
-    if name == "reverse-kl":
-        return kl_div(q, p, log_target=True, reduction="sum")
-    if name == "forward-kl":
-        return kl_div(p, q, log_target=True, reduction="sum")
-    m = torch.logaddexp(p, q) - np.log(2)
-    return sum(kl_div(m, part, log_target=True, reduction="sum") for part in (p, q)) / 2
 
 
 def measure_first_step(root: Path, models: tuple[Path, Path], *, divergence: str, weight: float) -> torch.nn.Module:
@@ -694,7 +663,7 @@ def measure_first_step(root: Path, models: tuple[Path, Path], *, divergence: str
             theirs, same = read_logits(teacher, seen.read(row))
         assert torch.equal(labels, same)
         own = own.double()
-        total = total + weight * diverge(divergence, own, theirs.double())
+        total = total + weight * diverge_rows(divergence, own, labels, theirs.double(), None)
         total, count = total + (1 - weight) * cross_entropy(own, labels, reduction="sum"), count + len(labels)
     student.loss = total / count
     student.loss.backward()
@@ -728,9 +697,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(divergence, weight, cap, m
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-6)
 
 
-def read_pair_numbers(root: Path) -> np.ndarray:
-    keys = ("loss", "grad_norm", "teacher_kl", "teacher_agreement")
-    return np.array([[row[key] for key in keys] for row in read_rows(root / "run")])
+read_pair_numbers = partial(read_numbers, keys=("loss", "grad_norm", "teacher_kl", "teacher_agreement"))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from data_runs import options_for
 from evaluations import evaluate_here, list_means
 from program import ROOT
 from tiny_data import read_lines
@@ -15,7 +16,6 @@ from transformers import AutoTokenizer
 from mini_trainer.data.rows.prompts import read_prompts
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.use.evaluation.metrics import score_answer
 
@@ -38,14 +38,7 @@ def test_the_recipe_has_the_benchmarks_tasks_in_its_order():
 @pytest.mark.parametrize("name", ROWS)
 def test_a_task_trains_on_its_answers(name, root):
     task, output = TASKS[name], root / f"{name}.jsonl"
-    options = group_options(
-        ProcessDataOptions,
-        model_name_or_path=str(root / "model"),
-        input_file=(str(root / task["input_file"]),),
-        output_file=str(output),
-        num_proc=1,
-        **RECIPE["process_data"],
-    )
+    options = options_for(root / "model", root / task["input_file"], output, **RECIPE["process_data"])
     assert find_problems(options) == []
     process_data(options)
     tokenizer = AutoTokenizer.from_pretrained(root / "model")

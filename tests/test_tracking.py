@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import struct
 import threading
 import time
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from heavy import need
 from in_process import train_here
-from small_runs import OPTIONS, make_inputs
+from small_runs import OPTIONS, forget_since, make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
@@ -72,15 +71,6 @@ def tracked(world, tmp_path_factory) -> SimpleNamespace:
     for row in validations:
         expected.setdefault(row["step"], {}).update(name_validation_metrics(row))
     return SimpleNamespace(root=root, run=run, ids=ids, expected=expected, options=options)
-
-
-def forget_since(output_dir: Path, step: int) -> None:
-    """Takes away what a run that had been killed between two checkpoints would not have left."""
-    for path in (output_dir / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step_")) > step:
-            shutil.rmtree(path)
-    params = output_dir / "training_params.json"
-    params.write_text(json.dumps(json.loads(params.read_text()) | {"finished": None}))
 
 
 def is_timing(name: str) -> bool:

@@ -5,16 +5,16 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_runs import options_for
-from make_tiny_model import train_tokenizer
+from data_runs import options_for, read_file
 
-from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.hub_rows import find_dataset
 from mini_trainer.data.stores import parquet
 from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES, TooLong
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import RowOptions
 from mini_trainer.process_data import process_data
+
+MODEL = "tokenizer"
 
 
 def repeat(text: str, count: int) -> pa.DictionaryArray:
@@ -34,24 +34,12 @@ def write(path: Path, column: pa.Array, **options: object) -> Path:
     return path
 
 
-def read_rows(path: Path) -> list:
-    (source,) = find_sources([str(path)])
-    return [row for chunk in read_chunks(source) for row in iterate_rows(chunk)]
-
-
 def test_a_row_that_is_too_long_is_named_alone(tmp_path):
-    rows = read_rows(write(tmp_path / "rows.parquet", in_one_list(repeat("c" * (1 << 20), 1000))))
+    rows = read_file(write(tmp_path / "rows.parquet", in_one_list(repeat("c" * (1 << 20), 1000))))
     assert isinstance(rows[0].value, TooLong) and rows[0].value.num_bytes > 1000 << 20 and rows[0].number == 1
     parts = [pa.array([["a"]]), in_one_list(pa.array(["d" * (MAX_ROW_BYTES + 1)])), pa.array([["b"]])]
-    rows = read_rows(write(tmp_path / "several.parquet", pa.concat_arrays(parts)))
+    rows = read_file(write(tmp_path / "several.parquet", pa.concat_arrays(parts)))
     assert [type(row.value) for row in rows] == [dict, TooLong, dict] and [row.number for row in rows] == [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    train_tokenizer(["How many are 12 and 30? 42 user assistant system"] * 9, vocab_size=300).save_pretrained(path)
-    return path
 
 
 REFUSED = r"rows.parquet: row group 2 has [0-9,]+ bytes uncompressed, allowed: 2,000: rewrite .*row_group_size=\d+\)"

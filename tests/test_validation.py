@@ -14,7 +14,7 @@ from hand_made import read_triple
 from in_process import train_here, train_on
 from processes import flags
 from safetensors.torch import load_file
-from small_runs import OPTIONS, make_inputs, read_rows
+from small_runs import OPTIONS, forget_since, make_inputs, read_rows
 from tiny_data import make_samples, to_row, write_rows, write_samples
 from tiny_models import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
@@ -148,11 +148,8 @@ def test_enough_is_the_end_and_a_kill_changes_nothing(inputs, world, tmp_path, c
         shutil.rmtree(again / "hf_format" / f"samples_{8 * last}")
         train_here(world, **options, output_dir=str(again))
         assert read_rows(again) == read_rows(whole) and read_validation(again) == rows
-        assert sorted(path.name for path in (again / "hf_format").iterdir()) == [
-            "best",
-            "latest",
-            f"samples_{8 * last}",
-        ]
+        exports = sorted(path.name for path in (again / "hf_format").iterdir())
+        assert exports == ["best", "latest", f"samples_{8 * last}"]
 
 
 @pytest.mark.long
@@ -173,9 +170,7 @@ def test_a_start_from_zero_takes_the_first_validation_again(inputs, world, tmp_p
     options = inputs | dict(output_dir=str(tmp_path / "run"), max_steps=2)
     train_here(world, **options)
     rows, path = read_validation(tmp_path / "run"), tmp_path / "run" / "validation_metrics_0.jsonl"
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    params = tmp_path / "run" / "training_params.json"
-    params.write_text(json.dumps(json.loads(params.read_text()) | {"finished": None}))
+    forget_since(tmp_path / "run", 0)
     path.write_text(path.read_text() + '{"step": 4, "lo')
     train_here(world, **options)
     assert read_validation(tmp_path / "run") == rows

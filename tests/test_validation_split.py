@@ -92,12 +92,7 @@ def test_what_is_said_decides_and_not_how_it_is_written(turns, system, shuffler)
     conversations = [{"from": "system", "value": system}]
     conversations += [{"from": m["role"].replace("user", "human"), "value": m["content"]} for m in messages[1:]]
     *history, (instruction, output) = turns
-    alpaca = {
-        "instruction": instruction,
-        "output": output,
-        "system": system,
-        "history": [list(turn) for turn in history],
-    }
+    alpaca = dict(instruction=instruction, output=output, system=system, history=[list(turn) for turn in history])
     shuffled = [dict(shuffler.sample(list(message.items()), 2)) for message in messages]
     parts = [m | {"content": [{"type": "text", "text": text} for text in m["content"]]} for m in messages]
     noted = [m | {"weight": 0.5, "train": True, "turn_id": shuffler.random()} for m in messages]

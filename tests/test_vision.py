@@ -101,10 +101,8 @@ def run_plain(model: PreTrainedModel, path: Path, data: TokenizedData, row: int)
     kinds = (ids == model.config.image_token_id).long()
     own = dict(input_ids=ids, use_cache=False)
     if references:
-        images, processor = (
-            [open_image(reference, directory=Path()) for reference in references],
-            load_processor(str(path)),
-        )
+        images = [open_image(reference, directory=Path()) for reference in references]
+        processor = load_processor(str(path))
         places = processor.image_token * len(images)
         made = processor(text=[places], images=[images], add_special_tokens=False, return_tensors="pt")
         taken = inspect.signature(type(model).forward).parameters
@@ -133,12 +131,11 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str, rel: flo
     assert (found.full_tensor() - expected).norm() <= rel * expected.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("family", exact_families(FAMILIES))
-def test_packed_losses_and_gradients_are_the_models_own(family, world, tmp_path):
+def check_gradients(family: str, world, tmp_path: Path, **options: object) -> None:
     """With all of the model trained: whatever part is frozen, the gradients of the others are these."""
     model = save_vision_model(tmp_path, family)
     rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
-    objective, packed = build(model, world, ("nothing",))
+    objective, packed = build(model, world, ("nothing",), **options)
     loss = packed(pack_all(objective, rows)).loss
     loss.backward()
     total, gradients = run_all_plain(load(model), model, rows)
@@ -147,6 +144,11 @@ def test_packed_losses_and_gradients_are_the_models_own(family, world, tmp_path)
     assert gradients.keys() == trained.keys()
     for name, param in trained.items():
         assert_same(param.grad, gradients[name], name, ROUNDING.get(family, 1e-5))
+
+
+@pytest.mark.parametrize("family", exact_families(FAMILIES))
+def test_packed_losses_and_gradients_are_the_models_own(family, world, tmp_path):
+    check_gradients(family, world, tmp_path)
 
 
 PARTS = {"vision": "vision_tower", "projector": "multi_modal_projector", "language": ("language_model", "lm_head")}
@@ -179,15 +181,7 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_models_own(mode, mo
 def test_compiled_blocks_have_the_models_own_gradients(family, world, tmp_path, monkeypatch):
     """Also those between which features of deeper layers come in, or whose tokens of an image see both ways."""
     compile_by("eager", monkeypatch, dynamic=False)
-    model = save_vision_model(tmp_path, family)
-    rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))
-    objective, packed = build(model, world, ("nothing",), compile=True)
-    loss = packed(pack_all(objective, rows)).loss
-    loss.backward()
-    total, gradients = run_all_plain(load(model), model, rows)
-    assert loss.item() == pytest.approx(total, rel=1e-6)
-    for name, param in packed.model.named_parameters():
-        assert_same(param.grad, gradients[name], name)
+    check_gradients(family, world, tmp_path, compile=True)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

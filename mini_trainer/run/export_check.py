@@ -1,6 +1,6 @@
 """The trainer's own numbers beside an export, check.json, with which any reader of the export is compared.
 
-The trained model answers four short prompts greedily. n prompts, V vocabulary size, C classes.
+The trained model continues four short texts greedily. n prompts, V vocabulary size, C classes.
 """
 
 import json
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template
 from mini_trainer.distributed.devices import run_eagerly
 from mini_trainer.distributed.world import World
 from mini_trainer.model.check import in_high_precision
@@ -26,14 +27,7 @@ from mini_trainer.options.reading import read_object
 from mini_trainer.run.export import ExportParts
 
 CHECK_FILE = "check.json"
-EARLIER = [{"role": "user", "content": "Are you there?"}, {"role": "assistant", "content": "Yes."}]
-# Each with the turns before it, for models with a chat template.
-TEXTS = {
-    "The capital of France is": [],
-    "One, two, three, four,": EARLIER,
-    "def add(a, b):\n    return": [],
-    "Water boils at": EARLIER,
-}
+TEXTS = ("The capital of France is", "One, two, three, four,", "def add(a, b):\n    return", "Water boils at")
 NUM_TOKENS, NUM_TOP = 8, 5  # of an answer; of the most probable tokens after a prompt
 # Allowed difference of logits (of classes) and log-probabilities, by whether all is in fp32; and of a base in 4 bits.
 TOLERANCES, TOLERANCE_4_BITS = {True: 0.02, False: 0.3}, 1.0
@@ -55,7 +49,8 @@ class Said:
 def record_answers(packed_model: PackedModel, parts: ExportParts, *, world: World) -> dict[str, Any]:
     """The content of check.json. All ranks call this, and compute the same."""
     was_training, tokenizer = packed_model.training, parts.tokenizer
-    prompts = [make_prompt(text, tokenizer) for text in TEXTS]
+    # Not rendered by the chat template, which is other people's program.
+    prompts: list[dict[str, Any]] = [{"text": text, "ids": tokenizer(text)["input_ids"]} for text in TEXTS]
     answers: list[list[int]] = [[] for _ in prompts]
     margins: list[list[float]] = [[] for _ in prompts]
     generates = isinstance(packed_model.row_model, TextRowModel)
@@ -87,6 +82,7 @@ def record_answers(packed_model: PackedModel, parts: ExportParts, *, world: Worl
         "generates": generates,
         "stops": stops,
         "pad": tokenizer.pad_token_id,
+        "chat_template": fingerprint_chat_template(tokenizer),
         "prompts": prompts,
     }
 
@@ -100,17 +96,6 @@ def read_outputs(row_model: RowModel, micro_batch: MicroBatch) -> Tensor:  # (n,
     head = row_model.project(hidden[0, last])
     logits = torch.nn.functional.linear(head.hidden, head.weight, head.bias).float()
     return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
-
-
-def make_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A prompt as it is recorded: its messages, if the model's template renders them, its text, and its tokens."""
-    messages = [*TEXTS[text], {"role": "user", "content": text}]
-    try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:  # there is no template, or it takes other chats
-        return {"messages": None, "text": text, "ids": tokenizer(text)["input_ids"]}
-    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    return {"messages": messages, "text": rendered, "ids": ids}
 
 
 def cut_answer(answer: list[int], margins: list[float], *, stops: Sequence[int], margin: float) -> list[int]:

@@ -10,13 +10,14 @@ import torch
 from mini_trainer.data.columns.base import TOKENS
 from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.data.stores.model_files import CONFIG
+from mini_trainer.data.stores.tokenizers import fingerprint_chat_template
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.model.config import load_generation_config
 from mini_trainer.model.methods import adapter_files
 from mini_trainer.options.problems.finding import require
 from mini_trainer.options.reading import read_object
 from mini_trainer.options.tools import EngineOptions, SamplingOptions
-from mini_trainer.run.export_check import NUM_TOKENS, NUM_TOP, TEXTS, Said, ask, compare, make_prompt, read_check
+from mini_trainer.run.export_check import NUM_TOKENS, NUM_TOP, Said, ask, compare, read_check
 from mini_trainer.use.inference.engine import Request
 from mini_trainer.use.inference.loading import FoundModel, find_answering_model, load_answering_model
 
@@ -49,10 +50,12 @@ def compare_files(found: FoundModel, recorded: dict[str, Any]) -> list[str]:
         pads = {part.get("pad_token_id") for part in (config, config.get("text_config") or {}) if part}
         if recorded["pad"] not in pads:
             problems.append(f"the padding token in {CONFIG}: {sorted(map(str, pads))}, not {recorded['pad']}")
-    for text, prompt in zip(TEXTS, recorded["prompts"], strict=True):
-        again = make_prompt(text, found.tokenizer)
-        if again["ids"] != prompt["ids"]:
-            problems.append(f"tokenizer and chat template make {again['text']!r} of a prompt, not {prompt['text']!r}")
+    if fingerprint_chat_template(found.tokenizer) != recorded["chat_template"]:
+        problems.append("another chat template")
+    for prompt in recorded["prompts"]:
+        ids = found.tokenizer(prompt["text"])["input_ids"]
+        if ids != prompt["ids"]:
+            problems.append(f"the tokenizer makes {ids} of {prompt['text']!r}, not {prompt['ids']}")
     return problems
 
 
@@ -120,7 +123,7 @@ def ask_gguf(path: Path, recorded: dict[str, Any]) -> list[Said]:
     llama = llama_cpp.Llama(str(path), n_ctx=512, logits_all=True, verbose=False, swa_full=True)
     vocabulary, said = llama_cpp.llama_model_get_vocab(llama.model), []
     for prompt in recorded["prompts"]:
-        ids = llama.tokenize(prompt["text"].encode(), add_bos=prompt["messages"] is None, special=True)
+        ids = llama.tokenize(prompt["text"].encode(), add_bos=True, special=False)
         llama.reset()
         llama.eval(ids)
         answer, first = [], None
@@ -140,14 +143,12 @@ def ask_server(found: FoundModel, recorded: dict[str, Any], url: str) -> list[Sa
     from mini_trainer.use.inference.openai_engine import OpenAIEngine
 
     refuse_classes(recorded, url)
-    if any(prompt["messages"] is None for prompt in recorded["prompts"]):
-        raise ValueError(f"--against {url}: the model has no chat template, but servers are asked by chats")
     engine = OpenAIEngine(None, found.name, EngineOptions(base_url=url), GREEDY)
     models = engine.call(engine.client.models.list).data
     if not models:
         raise ValueError(f"--against {url}: the server lists no model")
     engine.model = models[0].id
-    prompts = [Prompt(row={}, messages=prompt["messages"]) for prompt in recorded["prompts"]]
+    prompts = [Prompt(row={}, text=prompt["text"]) for prompt in recorded["prompts"]]
     requests = [Request(i, 0, prompt) for i, prompt in enumerate(prompts)]
     answers = {request.index: answer.text for request, answer in engine.answer(requests)}
     return [Said(None, None, text=answers[i]) for i in range(len(requests))]

@@ -1,6 +1,7 @@
 """Tiny randomly initialised models of many families, and a tiny tokenizer, for the tests."""
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -158,6 +159,12 @@ def save_tokenizer(path: Path) -> Path:
     return path
 
 
+def change_json(file: Path, **entries: object) -> None:
+    """Sets entries of a JSON file, such as a model's config, which need not be there."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | entries))
+
+
 def load_source(path: Path) -> ModelSource:
     """The model at `path` as a run finds it."""
     return ModelSource(str(path), load_config(str(path), TextFamily()))
@@ -176,15 +183,9 @@ def build(
     """The model at `path` as train.py builds it, by default without activation checkpointing."""
     given = dict(model_name_or_path="", data_path="", output_dir="", activation_checkpointing="none") | options
     grouped = group_options(TrainOptions, **given, compute_dtype=str(dtype).removeprefix("torch."))
-    return build_model(
-        load_source(path),
-        grouped.compute,
-        grouped.sharding,
-        objective=CausalLM() if objective is None else objective,
-        method=Full() if method is None else method,
-        weights_dtype=weights_dtype,
-        world=world,
-    )
+    own = dict(objective=CausalLM() if objective is None else objective, method=Full() if method is None else method)
+    source = load_source(path)
+    return build_model(source, grouped.compute, grouped.sharding, **own, weights_dtype=weights_dtype, world=world)
 
 
 def make_osft(tmp_path: Path, **options: object) -> OSFT:

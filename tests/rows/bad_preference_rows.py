@@ -36,18 +36,9 @@ BAD_PAIRS = [
     (PAIR | {"chosen": [{"role": "bot", "content": "x"}]}, "the role 'bot'"),
     (PAIR | {"prompt": [{"from": "nobody", "value": "x"}]}, "is from 'nobody'"),
     (PAIR | {"prompt": [*ASKED, say("one")]}, "the prompt ends with an assistant's message"),
-    (
-        {"chosen": [*ASKED, say(GOOD)], "rejected": [*ASKED, say(BAD), *ASKED]},
-        "the rejected side ends with the role",
-    ),
-    (
-        {"chosen": HH + GOOD, "rejected": f"{HH}{BAD}\n\nHuman: thanks"},
-        "the rejected side ends with the role 'user'",
-    ),
-    (
-        {"chosen": f"{HH}{GOOD}\n\nHuman: b\n\nAssistant: c", "rejected": HH + GOOD},
-        "after the 2 messages in common",
-    ),
+    ({"chosen": [*ASKED, say(GOOD)], "rejected": [*ASKED, say(BAD), *ASKED]}, "the rejected side ends with the role"),
+    ({"chosen": HH + GOOD, "rejected": f"{HH}{BAD}\n\nHuman: thanks"}, "the rejected side ends with the role 'user'"),
+    ({"chosen": f"{HH}{GOOD}\n\nHuman: b\n\nAssistant: c", "rejected": HH + GOOD}, "after the 2 messages in common"),
     ({"chosen": HH + GOOD, "rejected": HH}, "message 2 (assistant) has the content ''"),
     (PAIR | {"chosen": [{"role": "assistant", "content": None}]}, "has the content missing or null"),
     (PAIR | {"prompt": []}, "'prompt' is [], expected text or messages"),

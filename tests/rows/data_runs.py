@@ -6,6 +6,8 @@ from pathlib import Path
 
 from program import ROOT
 
+from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
+from mini_trainer.data.stores.json_lines import RawRow
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
@@ -21,14 +23,15 @@ def write_rows(path: Path, rows: list) -> Path:
     return path
 
 
+def read_file(path: Path | str) -> list[RawRow]:
+    """The rows of one file, as they are before anything is made of them."""
+    (source,) = find_sources([str(path)])
+    return [row for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+
+
 def options_for(model: Path, source: Path, output: Path, **options) -> ProcessDataOptions:
-    return group_options(
-        ProcessDataOptions,
-        input_file=(str(source),),
-        output_file=str(output),
-        model_name_or_path=str(model),
-        **{"num_proc": 1} | options,
-    )
+    paths = dict(input_file=(str(source),), output_file=str(output), model_name_or_path=str(model))
+    return group_options(ProcessDataOptions, **paths, **{"num_proc": 1} | options)
 
 
 def tokenize_rows(model: Path, source: Path | tuple[Path, ...], output: Path, **options) -> Path:

@@ -113,10 +113,8 @@ def run_beside_peft(family: str, options: dict[str, object], directory: Path, *,
     rows = read_rows(directory / "run")
     assert len(rows) == len(losses)
 
-    before, after = (
-        load_file(start / "adapter_model.safetensors"),
-        load_file(export / "adapter/adapter_model.safetensors"),
-    )
+    before = load_file(start / "adapter_model.safetensors")
+    after = load_file(export / "adapter/adapter_model.safetensors")
     reference = adapter_of(expected)
     assert after.keys() == before.keys() == reference.keys()
     moved = {name: (tensor - before[name]).norm() for name, tensor in reference.items()}

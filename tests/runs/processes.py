@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -60,10 +61,12 @@ def free_port() -> int:
                 return port
 
 
-def run(command: list[str], *, timeout: float = 240, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+def run(
+    command: list[str], *, timeout: float = 240, env: dict[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess:
     """Runs to the end and returns what was printed; a run longer than `timeout` seconds fails the test."""
     return subprocess.run(
-        command, cwd=ROOT, env=ENV | (env or {}), capture_output=True, text=True, timeout=timeout, check=False
+        command, cwd=cwd, env=ENV | (env or {}), capture_output=True, text=True, timeout=timeout, check=False
     )
 
 
@@ -101,6 +104,16 @@ def check_serving(command: list[str], what: str) -> None:
         process.kill()
 
 
+def wait_until(
+    holds: Callable[[], object], *, seconds: float, by: subprocess.Popen | None = None, said: Callable[[], object] = str
+) -> None:
+    """Returns once it holds; fails after so many seconds, or if the process `by` has ended, with what was `said`."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert (by is None or by.poll() is None) and time.monotonic() < deadline, said()
+        time.sleep(0.05)
+
+
 def flags(**options: object) -> list[str]:
     """Options as command-line flags."""
     words = []
@@ -122,11 +135,9 @@ class Job:
 
     def wait_for_step(self, step: int, *, timeout: float = 300) -> None:
         """Returns once the metrics file has `step` lines, at once for 0; then `ranks` has each rank's process id."""
-        metrics = self.output_dir / "training_metrics_0.jsonl"
-        deadline = time.monotonic() + timeout
-        while step > 0 and not (metrics.exists() and metrics.read_text().count("\n") >= step):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+        wait_until(
+            lambda: count_steps(self.output_dir) >= step, seconds=timeout, by=self.process, said=self.log.read_text
+        )
         self.find_ranks()
 
     def find_ranks(self) -> None:
@@ -138,10 +149,7 @@ class Job:
 
     def wait_until_gone(self, *, timeout: float = 100) -> None:
         """Returns once no rank is left; torchrun may still be writing its report."""
-        deadline = time.monotonic() + timeout
-        while any(map(is_alive, self.ranks.values())):
-            assert time.monotonic() < deadline, f"still there after {timeout} s:\n{self.log.read_text()}"
-            time.sleep(0.05)
+        wait_until(lambda: not any(map(is_alive, self.ranks.values())), seconds=timeout, said=self.log.read_text)
 
     def kill(self) -> None:
         self.process.kill()

@@ -20,20 +20,13 @@ def make_step(step: int, *, noise: random.Random, num_steps: int, lr: float = 1e
         "lr": lr * min(1, step / (0.05 * num_steps + 1)) * (0.5 + 0.5 * math.cos(math.pi * step / num_steps)),
         "loss": falling + noise.gauss(0, 0.12),
         "grad_norm": math.exp(noise.gauss(-1, 0.4)) + 4 / step,
-        "num_samples": 32,
-        "num_loss_counted_tokens": 4000,
-        "num_total_tokens": 8192,
-        "grad_accum": 1,
-        "time_per_batch": 0.5,
+        **dict(num_samples=32, num_loss_counted_tokens=4000, num_total_tokens=8192, grad_accum=1, time_per_batch=0.5),
         "tokens_per_second": 16000 + noise.gauss(0, 400) - (6000 if step % 97 == 0 else 0),
         "samples_per_second": 64.0,
         "total_samples_accumulated": 32 * step,
         "total_tokens_accumulated": 8192 * step,
         "peak_memory_usage_GB": 21.4 if step > 3 else 18.0,
-        "packing_efficiency": 0.97,
-        "rank_balance": 0.99,
-        "data_wait_seconds": 0.01,
-        "mfu": None,
+        **dict(packing_efficiency=0.97, rank_balance=0.99, data_wait_seconds=0.01, mfu=None),
     } | changes
 
 
@@ -43,13 +36,8 @@ def make_validation(step: int, num_steps: int, *, sets: tuple[str, ...] = ("held
     loss = 1.35 + 3 * math.exp(-6 * at) + max(0.0, at - 0.66) * 0.8
     scores = {"perplexity": math.exp(loss), "token_accuracy": 0.75 - 0.1 * loss, "num_loss_counted_tokens": 9000}
     return {
-        "step": step,
-        "epoch": step / 100,
-        "total_samples_accumulated": 32 * step,
-        "loss": loss,
-        **scores,
-        "seconds": 3.0,
-        "is_best": False,
+        **dict(step=step, epoch=step / 100, total_samples_accumulated=32 * step, loss=loss, **scores),
+        **dict(seconds=3.0, is_best=False),
         "sets": {name: {"loss": loss + 0.2 * i, **scores} for i, name in enumerate(sets)},
     }
 
@@ -59,9 +47,7 @@ def make_sources(step: int, names: tuple[str, ...], loss: float, noise: random.R
     return {
         name: {
             "loss": None if i == len(names) - 1 and step % 10 == 0 else loss + 0.3 * i + noise.gauss(0, 0.1),
-            "num_loss_counted_tokens": 1000,
-            "num_samples": 8,
-            "epoch": step / 100,
+            **dict(num_loss_counted_tokens=1000, num_samples=8, epoch=step / 100),
         }
         for i, name in enumerate(names)
     }
@@ -70,15 +56,9 @@ def make_sources(step: int, names: tuple[str, ...], loss: float, noise: random.R
 def make_start(first_step: int = 0, resumed_from: str | None = None, **changes: Any) -> dict[str, Any]:
     return {
         "started": f"2026-11-{1 + first_step % 28:02}T10:00:00+0000",
-        "first_step": first_step,
-        "resumed_from": resumed_from,
-        "changed_options": [],
-        "world_size": 8,
-        "device": "NVIDIA H100",
-        "versions": VERSIONS,
+        **dict(first_step=first_step, resumed_from=resumed_from, changed_options=[], auto_settings=None),
+        **dict(world_size=8, device="NVIDIA H100", versions=VERSIONS, command=["train.py"]),
         "git_commit": "c052d55" * 5 + "00000",
-        "auto_settings": None,
-        "command": ["train.py"],
     } | changes
 
 

@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hand_made import make_sample
 from safetensors.torch import load_file
 from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from transformers import PreTrainedConfig
 
 from mini_trainer.data.columns.base import Sample
 from mini_trainer.objectives.families.family import MicroBatch
@@ -25,10 +27,10 @@ TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_pe
 LENGTHS = ((), (1,), (1, 1, 1), (30,), (5, 9), (64,), (2, 2, 2), (17, 31, 4, 4, 1, 1), (128, 64), (3,) * 20, (33,))
 
 
-def make_inputs(root: Path, family: str) -> dict[str, str]:
-    """A model with its tokenizer and a data set in `root`, as options."""
-    model = save_tokenizer(save_model(FAMILIES[family], root / "model"))
-    data = write_samples(root / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE))
+def make_inputs(root: Path, family: str | PreTrainedConfig, *, num_samples: int = NUM_SAMPLES) -> dict[str, str]:
+    """A model, of a family or by its config, with its tokenizer and a data set in `root`, as options."""
+    model = save_tokenizer(save_model(FAMILIES[family] if isinstance(family, str) else family, root / "model"))
+    data = write_samples(root / "data.arrow", make_samples(num_samples, vocab_size=VOCAB_SIZE))
     return dict(model_name_or_path=str(model), data_path=str(data))
 
 
@@ -66,15 +68,28 @@ def read_rows(output_dir: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
-def copy_until(finished: Path, step: int, output_dir: Path) -> Path:
-    """The run as it would lie there had it ended after `step`, while it was writing the next line of its metrics."""
-    shutil.copytree(finished, output_dir, symlinks=True)
+def check_step(metrics: dict, model: torch.nn.Module, loss: torch.Tensor, *, tolerance: float = 1e-5) -> None:
+    """A step's loss and gradient norm are those of `loss`, of which this takes the gradients in `model`."""
+    loss.backward()
+    norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
+    found = metrics["loss"], metrics["grad_norm"]
+    assert found == pytest.approx((loss.item(), norm.item()), rel=tolerance)
+
+
+def forget_since(output_dir: Path, step: int) -> None:
+    """Takes away what a run that had been killed after this checkpoint would not have left."""
     for path in (output_dir / "checkpoints").iterdir():
         if int(path.name.removeprefix("step_")) > step:
             shutil.rmtree(path)
-    shutil.rmtree(output_dir / "hf_format")
     params = output_dir / "training_params.json"
     params.write_text(json.dumps(json.loads(params.read_text()) | {"finished": None}))
+
+
+def copy_until(finished: Path, step: int, output_dir: Path) -> Path:
+    """The run as it would lie there had it ended after `step`, while it was writing the next line of its metrics."""
+    shutil.copytree(finished, output_dir, symlinks=True)
+    forget_since(output_dir, step)
+    shutil.rmtree(output_dir / "hf_format")
     metrics = output_dir / "training_metrics_0.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"".join(lines[: step + 1]) + lines[-1][:20])
@@ -89,8 +104,5 @@ def check_same(one: Path, other: Path, *, step: int) -> None:
     assert any(name.startswith("optimizer/exp_avg_sq/") for name in tensors[0])
     assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
     for path in (one / "hf_format").iterdir():
-        weights = [
-            load_file(path / "model.safetensors"),
-            load_file(other / "hf_format" / path.name / "model.safetensors"),
-        ]
+        weights = [load_file(root / "hf_format" / path.name / "model.safetensors") for root in (one, other)]
         assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

@@ -34,16 +34,7 @@ for (kind, model), batch_size in itertools.product(models.items(), batch_sizes):
     options = DataOptions(
         data_path=data_path, batch_size=int(batch_size), seed=0, max_tokens_per_gpu=int(max_tokens_per_gpu)
     )
-    batch = next(
-        iterate_batches(
-            data,
-            options,
-            objective=CausalLM(),
-            num_steps=1,
-            attention_cost=0.0,
-            world=world,
-        )
-    )
+    batch = next(iterate_batches(data, options, objective=CausalLM(), num_steps=1, attention_cost=0.0, world=world))
     sums = [run_backward(model, micro_batch, {"targets": batch.num_loss_tokens}) for micro_batch in batch.micro_batches]
     reduced = reduce_step(
         sums, local_gradients(model), device=world.device, num_shards=world.num_shards, data_wait_seconds=0.0
