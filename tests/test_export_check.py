@@ -15,7 +15,7 @@ from openai_standin import repeat, serve
 from safetensors.torch import load_file, save_file
 from tiny_data import write_jsonl
 from tiny_models import SHAPE, build, save_model, save_tokenizer
-from transformers import Qwen2Config
+from transformers import PreTrainedTokenizerBase, Qwen2Config
 
 from mini_trainer.options.tools import VerifyOptions
 from mini_trainer.run.export import export_model
@@ -26,6 +26,7 @@ from mini_trainer.run.export_check import (
     Said,
     compare,
     cut_answer,
+    read_check,
     record_answers,
 )
 from mini_trainer.run.exports import check_export
@@ -168,6 +169,30 @@ def test_a_run_records_what_its_export_does_not_answer(kind, whole, world, tmp_p
         change("adapter_config.json", lora_alpha=80)(export)
         with pytest.raises(ValueError, match="apart"):
             verify(VerifyOptions(path=(str(export),), against="transformers"))
+
+
+class Mute:
+    """A tokenizer that knows no word of a text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": []}
+
+
+def test_a_tokenizer_without_english_or_a_short_context_ends_a_run(whole, world, tmp_path):
+    base = Path(shutil.copytree(whole.with_name("model"), tmp_path / "model"))
+    change("config.json", max_position_embeddings=12)(base)
+    model, parts = build(base, world), make_parts(base)
+    assert {len(prompt["ids"]) for prompt in record_answers(model, parts, world=world)["prompts"]} == {4}
+    recorded = record_answers(model, replace(parts, tokenizer=Mute(parts.tokenizer)), world=world)
+    (base / CHECK_FILE).write_text(json.dumps(recorded))
+    with pytest.raises(ValueError, match="has no prompts, since the tokenizer makes no tokens"):
+        read_check(base)
 
 
 def test_a_server_that_says_something_else_passes(whole):

@@ -22,6 +22,7 @@ from mini_trainer.model.config import list_stops
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.family import MicroBatch, RowModel
 from mini_trainer.objectives.families.text import TextRowModel
+from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.objective import PackedModel, Unlabeled
 from mini_trainer.options.reading import read_object
 from mini_trainer.run.export import ExportParts
@@ -49,14 +50,17 @@ class Said:
 def record_answers(packed_model: PackedModel, parts: ExportParts, *, world: World) -> dict[str, Any]:
     """The content of check.json. All ranks call this, and compute the same."""
     was_training, tokenizer = packed_model.training, parts.tokenizer
+    context = getattr(text_config(packed_model.model.config), "max_position_embeddings", None)
+    most = None if context is None else max(1, context - NUM_TOKENS)
     # Not rendered by the chat template, which is other people's program.
-    prompts: list[dict[str, Any]] = [{"text": text, "ids": tokenizer(text)["input_ids"]} for text in TEXTS]
+    prompts: list[dict[str, Any]] = [{"text": text, "ids": tokenizer(text)["input_ids"][:most]} for text in TEXTS]
+    prompts = [prompt for prompt in prompts if prompt["ids"]]  # some tokenizers know no word of English
     answers: list[list[int]] = [[] for _ in prompts]
     margins: list[list[float]] = [[] for _ in prompts]
     generates = isinstance(packed_model.row_model, TextRowModel)
     packed_model.eval()
     with in_high_precision(packed_model.model):  # as readers compute it
-        for step in range(NUM_TOKENS if generates else 1):
+        for step in range(0 if not prompts else NUM_TOKENS if generates else 1):
             rows = [np.array([*prompt["ids"], *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
             packed = Unlabeled(parts.family).pack([{"input_ids": row} for row in rows]).to(world.device)
             values = packed_model.predict(packed, read_outputs).float()  # (n, V) or (n, C)
@@ -109,12 +113,15 @@ def cut_answer(answer: list[int], margins: list[float], *, stops: Sequence[int],
 
 
 def read_check(export: Path) -> dict[str, Any]:
-    """The check.json of an export; ValueError without one."""
+    """The check.json of an export; ValueError without one, or if it has no prompts."""
     if not (export / CHECK_FILE).is_file():
         raise ValueError(
             f"{export}: has no {CHECK_FILE}: runs write it with their last and best exports, mini-trainer export too"
         )
-    return read_object(export / CHECK_FILE)
+    recorded = read_object(export / CHECK_FILE)
+    if not recorded["prompts"]:
+        raise ValueError(f"{export / CHECK_FILE}: has no prompts, since the tokenizer makes no tokens of English texts")
+    return recorded
 
 
 def carry_check(adapter: Path, dtype: torch.dtype) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """What programs that run an export answer to the prompts that its run recorded in check.json."""
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def compare_files(found: FoundModel, recorded: dict[str, Any]) -> list[str]:
     if fingerprint_chat_template(found.tokenizer) != recorded["chat_template"]:
         problems.append("another chat template")
     for prompt in recorded["prompts"]:
-        ids = found.tokenizer(prompt["text"])["input_ids"]
+        ids = found.tokenizer(prompt["text"])["input_ids"][: len(prompt["ids"])]
         if ids != prompt["ids"]:
             problems.append(f"the tokenizer makes {ids} of {prompt['text']!r}, not {prompt['ids']}")
     return problems
@@ -97,7 +98,8 @@ def ask_vllm(found: FoundModel, recorded: dict[str, Any]) -> list[Said]:
     said = []
     for prompt, output in zip(recorded["prompts"], (output.outputs[0] for output in outputs), strict=True):
         values = {str(token): top.logprob for token, top in output.logprobs[0].items()}
-        said.append(Said({name: values[name] for name in prompt["values"] if name in values}, list(output.token_ids)))
+        best = list(prompt["values"])[:2]  # its own best ones hold these, but perhaps not all that are recorded
+        said.append(Said({name: values.get(name, -math.inf) for name in best}, list(output.token_ids)))
     return said
 
 
