@@ -184,14 +184,16 @@ class Mute:
         return {"input_ids": []}
 
 
-def test_a_tokenizer_without_english_or_a_short_context_ends_a_run(whole, world, tmp_path):
+def test_a_tokenizer_without_english_or_with_more_tokens_or_a_short_context_ends_a_run(whole, world, tmp_path):
     base = Path(shutil.copytree(whole.with_name("model"), tmp_path / "model"))
     change("config.json", max_position_embeddings=12)(base)
     model, parts = build(base, world), make_parts(base)
     assert {len(prompt["ids"]) for prompt in record_answers(model, parts, world=world)["prompts"]} == {4}
+    model.model.config.vocab_size = 70
+    assert len(record_answers(model, parts, world=world)["prompts"]) < 4
     recorded = record_answers(model, replace(parts, tokenizer=Mute(parts.tokenizer)), world=world)
     (base / CHECK_FILE).write_text(json.dumps(recorded))
-    with pytest.raises(ValueError, match="has no prompts, since the tokenizer makes no tokens"):
+    with pytest.raises(ValueError, match="has no prompts, since the tokenizer makes no tokens of them"):
         read_check(base)
 
 

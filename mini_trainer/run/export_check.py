@@ -50,11 +50,13 @@ class Said:
 def record_answers(packed_model: PackedModel, parts: ExportParts, *, world: World) -> dict[str, Any]:
     """The content of check.json. All ranks call this, and compute the same."""
     was_training, tokenizer = packed_model.training, parts.tokenizer
-    context = getattr(text_config(packed_model.model.config), "max_position_embeddings", None)
+    config = text_config(packed_model.model.config)
+    context = getattr(config, "max_position_embeddings", None)
     most = None if context is None else max(1, context - NUM_TOKENS)
     # Not rendered by the chat template, which is other people's program.
     prompts: list[dict[str, Any]] = [{"text": text, "ids": tokenizer(text)["input_ids"][:most]} for text in TEXTS]
-    prompts = [prompt for prompt in prompts if prompt["ids"]]  # some tokenizers know no word of English
+    # Some tokenizers know no word of English, or have tokens beyond the model's.
+    prompts = [prompt for prompt in prompts if 0 <= max(prompt["ids"], default=-1) < config.vocab_size]
     answers: list[list[int]] = [[] for _ in prompts]
     margins: list[list[float]] = [[] for _ in prompts]
     generates = isinstance(packed_model.row_model, TextRowModel)
@@ -120,7 +122,9 @@ def read_check(export: Path) -> dict[str, Any]:
         )
     recorded = read_object(export / CHECK_FILE)
     if not recorded["prompts"]:
-        raise ValueError(f"{export / CHECK_FILE}: has no prompts, since the tokenizer makes no tokens of English texts")
+        raise ValueError(
+            f"{export / CHECK_FILE}: has no prompts, since the tokenizer makes no tokens of them that the model has"
+        )
     return recorded
 
 
