@@ -293,6 +293,26 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+STARTING_OVER = """
+import os, sys
+from mini_trainer.distributed.restart import start_over
+ends = os.pipe()
+os.set_inheritable(ends[0], True)
+def look(path, words):
+    os.fstat(ends[0])  # OSError if it is closed: a thread of gloo's that waits on one ends the process
+    print([os.get_inheritable(one) for one in (0, 1, 2, *ends)], os.environ["MINI_TRAINER_FEWER_TOKENS"])
+    sys.stdout.flush()
+    os._exit(0)
+os.execv = look
+start_over(64)
+"""
+
+
+def test_descriptors_close_before_the_threads_that_wait_on_them():
+    done = run([sys.executable, "-c", STARTING_OVER])
+    assert done.stdout.split("\n")[0] == "[True, True, True, False, False] 64", done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "is_hopeless"), [(2, False), (0, True)])
 def test_a_run_that_finds_no_room_starts_over_with_half_the_tokens_once(num_ranks, is_hopeless, inputs, tmp_path):
