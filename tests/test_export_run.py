@@ -83,7 +83,7 @@ def test_the_export_is_the_one_that_the_run_would_have_written(method, inputs, h
     given = inputs | OPTIONS | VALIDATION | dict(validation_data_path=held_out)
     if method == "images":
         given |= make_pictured(tmp_path)
-    given |= METHODS[method] | dict(min_samples_per_checkpoint=8, max_steps=3)
+    given |= METHODS[method] | dict(min_samples_per_checkpoint=8, max_steps=3, check_export=True)
     train_here(world, **given | dict(output_dir=str(tmp_path / "run")))
     stopped = copy_until(tmp_path / "run", 2, tmp_path / "stopped" / "run")
     with pytest.raises(ValueError, match="is a run without an export yet: mini-trainer export"):

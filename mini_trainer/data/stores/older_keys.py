@@ -1,13 +1,12 @@
 """Names in configs and tokenizers that transformers 4 reads, written beside those of transformers 5."""
 
-import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mini_trainer.data.stores.disk import write_text
 from mini_trainer.data.stores.model_files import TOKENIZER
-from mini_trainer.options.reading import read_document
+from mini_trainer.options.reading import read_document, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -72,11 +71,12 @@ def scale(rope: dict[str, Any]) -> dict[str, Any]:
 
 def rewrite_config(path: Path, config: "PreTrainedConfig") -> None:
     """Adds older names to the stored `config`, unless transformers 5 would then read other positions."""
-    values = read_document(path)
+    before = read_text(path)
+    values = json.loads(before)
     add_older_keys(values)
-    again = type(config).from_dict(copy.deepcopy(values))
-    if read_positions(again) == read_positions(config):
-        write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
+    write_text(path, json.dumps(values, indent=2, sort_keys=True) + "\n")
+    if read_positions(type(config).from_pretrained(path.parent)) != read_positions(config):
+        write_text(path, before)
 
 
 def read_positions(config: "PreTrainedConfig") -> dict[str, Any] | None:
