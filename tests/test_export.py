@@ -503,7 +503,7 @@ def test_a_tokenizers_further_special_tokens_are_lost(tmp_path):
 
 
 def test_a_config_class_that_reads_an_older_name_differently_gets_it(tmp_path):
-    """As CohereCompassText does, whose positions would be lost."""
+    """CohereCompassText is such a class: its positions would be lost."""
 
     class Reading(LlamaConfig):
         def __init__(self, **values):
