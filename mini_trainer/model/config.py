@@ -117,7 +117,8 @@ def choose_tokenizer(
             )
         check_model_dir(tokenizer_dir, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code)
-    new_tokens = {text: i for text, i in tokenizer.get_vocab().items() if text not in model_tokenizer.get_vocab()}
+    own, vocabulary = model_tokenizer.get_vocab(), tokenizer.get_vocab()  # each call makes the whole dictionary
+    new_tokens = {text: i for text, i in vocabulary.items() if text not in own}
     if new_tokens:
         rows = f"{vocab_size:,} rows"
         if len(tokenizer) > vocab_size:
@@ -128,7 +129,7 @@ def choose_tokenizer(
             f" {min(new_tokens, key=new_tokens.get)}: they begin as the mean of the others, and train"
         )
     # It must match the sidecar, and the model needs an embedding for every token.
-    extends = model_tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
+    extends = own.items() <= vocabulary.items()
     if not extends or sidecar.get("tokenizer_fingerprint") != fingerprint_tokenizer(tokenizer):
         raise ValueError(
             f"--data-path {data_path} was made with a different tokenizer than --model-name-or-path's:"

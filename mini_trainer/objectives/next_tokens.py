@@ -191,7 +191,7 @@ def iterate_chunks(num_tokens: int, vocab_size: int, *, chunk_bytes: int = CHUNK
     return [slice(start, start + num_rows) for start in range(0, num_tokens, num_rows)]
 
 
-def compute_logits(tokens: TrainedTokens, chunk: slice) -> Tensor:  # (rows, V)
+def compute_logits(tokens: Projection, chunk: slice) -> Tensor:  # (rows, V)
     logits = torch.nn.functional.linear(tokens.hidden[chunk], tokens.weight, tokens.bias)
     return logits if tokens.softcap is None else logits.float().div_(tokens.softcap).tanh_().mul_(tokens.softcap)
 

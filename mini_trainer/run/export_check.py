@@ -23,6 +23,7 @@ from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.family import MicroBatch, RowModel
 from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.objectives.next_tokens import compute_logits
 from mini_trainer.objectives.objective import PackedModel, Unlabeled
 from mini_trainer.options.reading import read_object
 from mini_trainer.run.export import ExportParts
@@ -99,9 +100,7 @@ def read_outputs(row_model: RowModel, micro_batch: MicroBatch) -> Tensor:  # (n,
     hidden = row_model.encode(micro_batch).hidden
     if not isinstance(row_model, TextRowModel):
         return row_model.classify(hidden, row, last if row_model.of_tokens else torch.arange(len(last)).to(last))
-    head = row_model.project(hidden[0, last])
-    logits = torch.nn.functional.linear(head.hidden, head.weight, head.bias).float()
-    return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
+    return compute_logits(row_model.project(hidden[0, last]), slice(None))
 
 
 def cut_answer(answer: list[int], margins: list[float], *, stops: Sequence[int], margin: float) -> list[int]:
