@@ -186,7 +186,8 @@ def test_lm_evals_own_command_agrees_with_ours(exports: Exports, table: Table, t
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2_bf16"])
 def test_ctranslate2_answers(kind, exports: Exports, table: Table, tmp_path):
-    """In fp32: it has no bf16 on a CPU. Its Llama needs a token that begins a text, which our tokenizer lacks."""
+    """In fp32: it has no bf16 on a CPU, and no YaRN. Its Llama needs a token that begins a text, which our tokenizer
+    lacks."""
     import ctranslate2
 
     model, quantization = exports[kind], "float32"

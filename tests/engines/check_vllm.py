@@ -153,7 +153,7 @@ def test_rollouts_killed_in_the_middle_give_the_same_rows(table: Table, tmp_path
     settings = make_inputs(tmp_path / "inputs")
     engine_args = ["enforce_eager=true", "max_num_seqs=1", "max_model_len=256"]
     settings["generate"] = dict(engine="vllm", max_new_tokens=48, dtype="float32", engine_args=engine_args)
-    settings["methods"] = {"own": {"replay": {"kind": "own-answers", "share": 0.5, "min_score": 0}}}
+    settings["methods"] = {"full": {}, "own": {"replay": {"kind": "own-answers", "share": 0.5, "min_score": 0}}}
     whole = start_continual(settings, tmp_path / "whole")
     assert whole.wait(900) == 0, (tmp_path / "whole" / "log").read_text()[-3000:]
 
@@ -172,6 +172,6 @@ def test_rollouts_killed_in_the_middle_give_the_same_rows(table: Table, tmp_path
     again = start_continual(settings, tmp_path / "killed")
     assert again.wait(900) == 0, (tmp_path / "killed" / "log").read_text()[-3000:]
     expected, found = read_rollouts(tmp_path / "whole"), read_rollouts(tmp_path / "killed")
-    assert len(expected) >= 5 and found == expected
+    assert sum(map(len, expected.values())) >= 3 and found == expected
     num_rows = sum(map(len, expected.values()))
     table(engine="--engine vllm, killed", kind=f"rollouts, {num_before} answers kept", greedy=f"{num_rows} rows")

@@ -42,8 +42,8 @@ GEMMA = dict(full_attention=LINEAR, sliding_attention=PLAIN)
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
     "mistral": MistralConfig(**SHAPE, rope_parameters=PLAIN),
-    "qwen2": Qwen2Config(**{key: value for key, value in SHAPE.items() if key != "head_dim"}, rope_parameters=YARN),
-    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True, rope_parameters=LINEAR),
+    "qwen2": Qwen2Config(**{key: value for key, value in SHAPE.items() if key != "head_dim"}, rope_parameters=LINEAR),
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True, rope_parameters=YARN),
     "gemma3": Gemma3TextConfig(
         **SHAPE | dict(num_hidden_layers=6, query_pre_attn_scalar=32), sliding_window=32, rope_parameters=GEMMA
     ),
