@@ -22,7 +22,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -46,7 +47,6 @@ from mini_trainer.data.rows.writer import BlockCutter, open_output
 from mini_trainer.data.stores.contents import sign
 from mini_trainer.data.stores.disk import identify_file, make_parent, written_aside
 from mini_trainer.data.stores.older_keys import save_tokenizer
-from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 from mini_trainer.data.tokenized import sidecar
 from mini_trainer.data.tokenized.outputs import Outputs
 from mini_trainer.distributed.ending import ending_with_message
@@ -74,21 +74,22 @@ def process_data(options: ProcessDataOptions) -> None:
     outputs = Outputs(Path(options.output_file), page, options.rows.validation_share is not None)
     outputs.check([source.path for source in sources if source.is_local])
     before = identify_file(outputs.data)
+    directory = parts.name_directory(outputs.data)
     index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
     divided = parts.divide(sources, index, count) if count > 1 else sources
-    prepared = preparing.prepare(options, sources)
-    part = parts.Part(parts.name_directory(outputs.data), index, count)
+    prepared = preparing.prepare(options, sources, parts.find_date(directory) or date.today().isoformat())
+    part = parts.Part(directory, index, count)
     if count > 1 and part.content is None and identify_file(outputs.data) != before:  # joined parts are removed
         return say(f"part {part}: another process has joined all parts to {outputs.data}")
     if (options.join or count > 1) and are_joined(outputs, prepared, options):
         return say(f"all parts are joined already, to {outputs.data}: nothing is left to do")
     if options.join:
-        return join_parts(outputs, parts.find_count(parts.name_directory(outputs.data)), prepared, options)
+        return join_parts(outputs, parts.find_count(directory), prepared, options)
     if count == 1:
         num_bytes = sum(source.num_bytes for source in sources)
         return write_data_set(outputs, tokenize(sources, prepared, options), num_bytes, prepared, options)
     make_part(part, divided, prepared, options)
-    made = parts.list_parts(parts.name_directory(outputs.data), count)
+    made = parts.list_parts(directory, count)
     if faults := parts.find_faults(made, identify_parts(count, prepared, options)):
         missing = ", ".join(map(str, faults))
         return say(f"the process that makes the last part joins them; still to be made: {missing}")
@@ -130,7 +131,7 @@ def write_data_set(
         notes += report.describe_lengths(totals, task, model_max_length=tokenizer.model_max_length)
         report.check_rejected(totals, reasons, skip_invalid=options.rows.skip_invalid)
         report.check_kept(totals, reasons, sources=sources, max_sample_num_tokens=options.rows.max_sample_num_tokens)
-        notes += describe_unread(totals.columns, options.rows.ignore_columns)
+        notes += describe_unread(totals.columns, options.rows.ignore_columns, totals.unread_keys)
         if tokenizer.chat_template is not None and totals.trained_by_role["completion"]:
             notes.append(
                 "prompts and completions are trained as plain text, without the model's chat template (--format alpaca"
@@ -191,28 +192,33 @@ def make_part(
 
 def identify_parts(count: int, prepared: preparing.Prepared, options: ProcessDataOptions) -> dict[str, Any]:
     """The configuration that all parts of a data set must have in common."""
+    found = describe_dependencies(prepared, options)
     how = {"preview": num_samples_shown(options), "output_file": Path(options.output_file).suffix}
-    found = {
-        "options": sidecar.identify_options(options.rows) | asdict(options.contents) | how,
+    return found | {
+        "options": found["options"] | how,
         "sources": parts.identify_sources(prepared.sources),
-        "tokenizer": fingerprint_tokenizer(prepared.tokenizer),
-        "chat template": fingerprint_chat_template(prepared.tokenizer),
-        "special tokens": [prepared.tokenizer.all_special_tokens, load_stop_token_ids(prepared.model_dir)],
-        "images": sidecar.identify_images(options.rows, prepared.model_dir),
         "number of parts": count,
         "format of parts": FORMAT_VERSION,
-        "versions": sidecar.describe_versions(),
     }
-    return json.loads(json.dumps(found))  # as it is read back
+
+
+def describe_dependencies(prepared: preparing.Prepared, options: ProcessDataOptions) -> dict[str, Any]:
+    return sidecar.describe_dependencies(
+        options.rows,
+        options.contents,
+        tokenizer=prepared.tokenizer,
+        model_dir=prepared.model_dir,
+        date=prepared.date,
+    )
 
 
 def are_joined(outputs: Outputs, prepared: preparing.Prepared, options: ProcessDataOptions) -> bool:
     """Whether the outputs exist, made from these rows with these options, and no parts do."""
     files = [outputs.page, *(path for one in outputs.data_sets for path in (one.data, one.sidecar))]
-    if not all(path is None or path.exists() for path in files) or parts.has_parts(parts.name_directory(outputs.data)):
+    if not all(path is None or path.exists() for path in files) or parts.find_parts(parts.name_directory(outputs.data)):
         return False
-    sources, tokenizer = prepared.sources, prepared.tokenizer
-    return all(sidecar.is_made_of(one.sidecar, sources, options, tokenizer=tokenizer) for one in outputs.data_sets)
+    made_with = describe_dependencies(prepared, options)
+    return all(sidecar.is_made_of(one.sidecar, prepared.sources, made_with) for one in outputs.data_sets)
 
 
 def join_parts(outputs: Outputs, count: int, prepared: preparing.Prepared, options: ProcessDataOptions) -> None:
@@ -249,9 +255,9 @@ def write_companions(
     describe = partial(
         sidecar.describe_data_set,
         task=prepared.preparation.task,
-        options=options,
+        made_with=describe_dependencies(prepared, options),
+        model_name_or_path=options.model_name_or_path,
         sources=prepared.sources,
-        tokenizer=prepared.tokenizer,
         stop_token_id=prepared.stop_token_id,
         added_tokens=prepared.added_tokens,
     )

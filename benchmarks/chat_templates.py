@@ -179,7 +179,6 @@ KINDS: dict[str, Callable[[Script], Any]] = {
     "two users": lambda s: talk(s.ask()),
     "two users later": lambda s: talk(talk(s).ask()),
     "two assistants": lambda s: talk(s).reply(),
-    "two assistants, then two turns": lambda s: talk(talk(s).reply(), num=2),
     "three assistants": lambda s: talk(s).reply().reply(),
     "reasoning": lambda s: s.ask().reply(reasoning="reasoning_content"),
     "reasoning twice": lambda s: s.ask().reply(reasoning="reasoning_content").ask().reply(
@@ -189,6 +188,7 @@ KINDS: dict[str, Callable[[Script], Any]] = {
     "reasoning at first": lambda s: talk(s.ask().reply(reasoning="reasoning_content")),
     "thinking": lambda s: s.ask().reply(reasoning="thinking"),
     "<think>": lambda s: s.ask().reply(THINK),
+    "</think> alone": lambda s: s.ask().reply(THINK.removeprefix("<think>\n")),
     "<think> twice": lambda s: s.ask().reply(THINK).ask().reply(THINK),
     "one part": lambda s: s.add_parts("user", "What # #?").reply(),
     "parts of all": lambda s: s.add_parts("system", "# #.").add_parts("user", "What # #?").add_parts(
@@ -406,15 +406,26 @@ def list_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def as_given(
-    messages: Sequence[dict[str, Any]], *, as_parts: bool = False, as_text: bool = False, as_json: bool = False
+    messages: Sequence[dict[str, Any]],
+    *,
+    as_parts=False,
+    as_text=False,
+    as_json=False,
+    as_reasoning=False,
+    is_empty=False,
 ) -> list[dict]:
-    """What a user would hand to `apply_chat_template`; reasoning by both of its names."""
+    """What a user would hand to `apply_chat_template`; reasoning by all of its names."""
     given = []
     for message in copy.deepcopy(list(messages)):
         message = {key: value for key, value in message.items() if key not in ("train", "weight") and value is not None}
-        thought = message.get("reasoning_content") or message.get("thinking")
+        thought, content = message.get("reasoning_content") or message.get("thinking"), message.get("content")
+        if as_reasoning and isinstance(content, str) and (tag := re.search(r"</think>|<channel\|>", content)):
+            thought, _, content = content.removeprefix("<think>").partition(tag[0])
+            message["content"], thought = content.lstrip("\n"), thought.strip("\n")
+        if is_empty and message.get("tool_calls"):
+            message.setdefault("content", "")
         if thought:
-            message |= {"reasoning_content": thought, "thinking": thought}
+            message |= dict.fromkeys(("reasoning_content", "thinking", "reasoning"), thought)
         content = message.get("content")
         if as_parts and isinstance(content, str) and content:
             message["content"] = [{"type": "text", "text": content}]
@@ -429,7 +440,7 @@ def as_given(
 
 
 # The same messages, with contents or arguments in another form.
-FORMS = ({}, {"as_parts": True}, {"as_text": True}, {"as_json": True})
+FORMS = ({}, *({form: True} for form in ("as_parts", "as_text", "as_json", "as_reasoning", "is_empty")))
 
 
 def apply(tokenizer: Any, script: Script, messages: Sequence[dict], form: dict, **how: Any) -> Any:
@@ -516,10 +527,7 @@ def try_kind(kind: str, masker: ChatMasker, seed: str) -> Verdict:
 
 @dataclass
 class Table:
-    """Counts of rows: by kind and by source."""
-
     by_kind: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    by_source: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     by_style: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     refused: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # reason -> templates
     prompts: Counter[str] = field(default_factory=Counter)
@@ -528,7 +536,6 @@ class Table:
     templates_refused: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, style: str, kind: str, verdict: Verdict) -> None:
-        columns = [self.by_kind[kind], self.by_source[name.split("/")[0]], self.by_style[style]]
         if verdict.refused is not None:
             counted = ["refused"]
             self.refused[verdict.refused][f"{name} | {kind}"] += 1
@@ -538,15 +545,15 @@ class Table:
             self.prompts[verdict.prompt] += 1
             self.remarks.update(verdict.remarks)
             self.wrong += [f"{name} | {style} | {kind} | {what}" for what in verdict.wrong]
-        for column in columns:
+        for column in (self.by_kind[kind], self.by_style[style]):
             column.update(counted)
 
 
 COLUMNS = ("kept", "refused", "wrong", "stop", "prompt exact")
 
 
-def show(table: Table, *, details: bool) -> None:
-    for title, counts in (("tokenizer", table.by_style), ("source", table.by_source), ("kind", table.by_kind)):
+def show(table: Table) -> None:
+    for title, counts in (("tokenizer", table.by_style), ("kind", table.by_kind)):
         print(f"\n| {title} | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 1))
         for key, counter in counts.items():
             print(f"| {key} | " + " | ".join(f"{counter[column]:,}" for column in COLUMNS) + " |")
@@ -557,11 +564,9 @@ def show(table: Table, *, details: bool) -> None:
     print("\nreasons of refusals: rows, templates")
     for reason, rows in sorted(table.refused.items(), key=lambda item: -item[1].total()):
         print(f"{rows.total():8,} {len({row.split(' | ')[0] for row in rows}):4}  {reason}")
-        for row, count in rows.items() if details else []:
-            print(f"               {count} {row}")
     print(f"\ntemplates refused whole: {len(table.templates_refused)}")
     for name, reason in table.templates_refused.items():
-        print(f"    {name if details else '-'}: {reason}")
+        print(f"    {name}: {reason}")
     print(f"\nwrong: {len(table.wrong)}")
     print("\n".join(table.wrong[:200]))
 
@@ -572,7 +577,6 @@ def main() -> None:
     parser.add_argument("--only", default="", help="templates whose path contains this")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), help="kinds of chats to try")
     parser.add_argument("--styles", nargs="*", help="tokenizers to try (default: all three)")
-    parser.add_argument("--details", action="store_true", help="list templates and kinds below each reason")
     args = parser.parse_args()
     templates = {name: text for name, text in find_templates(args.paths).items() if args.only in name}
     styles = {name: text for name, text in train_tokenizers().items() if args.styles is None or name in args.styles}
@@ -592,12 +596,10 @@ def main() -> None:
             for kind in args.kinds:
                 table.add(name, style, kind, try_kind(kind, masker, f"{name} {style} {kind}"))
     num_rows = sum(counter["kept"] + counter["refused"] for counter in table.by_style.values())
-    print(
-        f"{len(templates)} templates x {len(styles)} tokenizers x {len(args.kinds)} kinds of chats: {num_rows:,} rows"
-    )
+    print(f"{len(templates)} templates x {len(styles)} tokenizers x {len(args.kinds)} kinds: {num_rows:,} rows")
     print(f"{sum(counter['kept'] for counter in table.by_style.values()):,} kept, {len(table.wrong)} wrong;", end=" ")
     print(f"{time.process_time() - started:.0f} CPU seconds")
-    show(table, details=args.details)
+    show(table)
 
 
 if __name__ == "__main__":

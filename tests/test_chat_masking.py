@@ -650,7 +650,7 @@ def calls(*arguments: dict, ids: tuple[str, ...] = ("a", "b")) -> dict:
     return {"role": "assistant", "content": None, "tool_calls": made}
 
 
-CALLS_ALONE = {"role": "assistant", "tool_calls": calls({"x": "y"})["tool_calls"]}
+CALLS_ALONE = {"role": "assistant", "content": "", "tool_calls": calls({"x": "y"})["tool_calls"]}
 
 
 trained_with_tools = partial(trained_texts, tools=[TOOL])

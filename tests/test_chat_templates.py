@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.chat.conversation import Chat
 from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.chat.normalizing import separate_reasoning
 from mini_trainer.data.chat.tokens import split_by_training
 
 HERE = Path(__file__).parent / "rows" / "chat_templates"
@@ -207,7 +208,7 @@ NANO = {
     "system": [f"</think>Five.{IM_END}", f"</think>Six.{IM_END}"],
     "spaces": [f"</think> \n Five.{IM_END}"],
     "reasoning": [f"</think>\nFive.{IM_END}", f"More.\n</think>\nSix.{IM_END}"],
-    "<think>": [f"</think>\n\nFive.{IM_END}", f"More.\n</think>\n\nSix.{IM_END}"],
+    "<think>": [f"</think>\nFive.{IM_END}", f"More.\n</think>\nSix.{IM_END}"],
     "tools": [f"</think>\n{XML_CALL}\n{IM_END}", f"</think>Five.{IM_END}", f"</think>Six.{IM_END}"],
     "consecutive": [f"</think>Five.{IM_END}", f"</think>Six.{IM_END}"],
     "user last": [f"</think>Five.{IM_END}"],
@@ -249,7 +250,7 @@ GPT_OSS = {
     "system": [OSS_FIVE, OSS_SIX],
     "spaces": [f"{FINAL} \n Five. \n<|return|>"],
     "reasoning": [OSS_FIVE, f"{ANALYSIS}More.{END}<|start|>assistant{OSS_SIX}"],
-    "<think>": [f"{FINAL}{COUNT}{END}", f"{FINAL}{MORE}<|return|>"],
+    "<think>": [OSS_FIVE, f"{ANALYSIS}More.{END}<|start|>assistant{OSS_SIX}"],
     "tools": [OSS_CALL, OSS_FIVE, OSS_SIX],
     "consecutive": [OSS_FIVE, OSS_SIX],
     "user last": [OSS_FIVE],
@@ -349,9 +350,7 @@ FAMILIES = {
     "gpt-oss, marked": Family("trl:gptoss_training", trained=GPT_OSS, **OSS),
     "GLM 4 MoE, marked": Family("trl:glm4moe_training", trained=GLM_MARKED, **GLM),
     "Nemotron 3 Nano, marked": Family("trl:nemotron_3_nano_training", trained=NANO, **CHATML),
-    "LFM 2.5, marked": Family(
-        "trl:lfm2_2_5", trained=LFM | {"<think>": [f"Five.{IM_END}", f"{MORE}{IM_END}"]}, **CHATML
-    ),
+    "LFM 2.5, marked": Family("trl:lfm2_2_5", trained=LFM | {"<think>": LFM["reasoning"]}, **CHATML),
 }
 REFUSED_TEMPLATES = ("Nemotron Mini", "Falcon 7B")
 AVAILABLE = [name for name, family in FAMILIES.items() if TRL or not family.template.startswith("trl:")]
@@ -408,6 +407,7 @@ def trained_texts(masker: ChatMasker, messages: list[dict], *, tools: list[dict]
     if isinstance(masked, ValueError):
         raise masked
     # Older versions of transformers do not name it twice by themselves.
+    messages = separate_reasoning(masker.tokenizer, Chat(messages)).messages
     named = [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in messages]
     expected = masker.tokenizer.apply_chat_template(named, tools=tools, return_dict=True)
     assert masked.input_ids == expected["input_ids"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mini_trainer import options as train_options
+from mini_trainer.data.chat.linting import DOUBTS
 from mini_trainer.data.chat.masking import THINKING_PREFIXES
-from mini_trainer.data.chat.tokens import MODES as CONTROL_MODES
 from mini_trainer.data.columns.label_columns import LABEL_TYPES
 from mini_trainer.model.attention import BACKENDS
 from mini_trainer.model.methods.osft_subspaces import BASES
@@ -51,7 +51,7 @@ WITHOUT_CHOICES = {BoardOptions, ContinualOptions, ExportRunOptions, PlotOptions
 CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]
 # What the code has, by option, unless the choices are the table's own; of options of several programs, for all of them.
 CODE: dict[str, Collection[str]] = {
-    "control_tokens": CONTROL_MODES,
+    "refuse": DOUBTS,
     "dtype": ("auto", *doors.DTYPES, *TYPES),
     "label_type": LABEL_TYPES,
     "logging_level": logging.getLevelNamesMapping(),

@@ -97,7 +97,7 @@ IN_NO_FORMAT = {"chosen", "preferred_output"}  # columns of rows that have nothi
 def test_ignored_columns_are_as_if_they_were_not_there(name, model, tmp_path, capsys):
     row, columns = OF_OTHERS[name]
     ignored = prepare(model, write_jsonl(tmp_path / "a.jsonl", [row]), ignore_columns=tuple(columns))
-    assert "unread columns" not in capsys.readouterr().out
+    assert "not read" not in capsys.readouterr().out
     assert ignored == prepare(model, write_jsonl(tmp_path / "b.jsonl", [without(row, columns)]))
 
 
@@ -125,8 +125,8 @@ def test_other_columns_are_listed_once_with_their_rows(model, tmp_path, capsys):
     rows = [{"messages": WEATHER, "id": i, "source": "x", "prompt": "twice"} for i in range(5)]
     rows[0] |= {"notes": None, "topic": "weather"}
     prepare(model, write_jsonl(tmp_path / "in.jsonl", rows))
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if "unread" in line]
-    assert note.endswith(": id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)")
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "not read" in line]
+    assert note.endswith(": columns id (5 rows), prompt (5 rows), source (5 rows), topic (1 row)")
     prepare(model, write_jsonl(tmp_path / "in.jsonl", rows), ignore_columns=("id", "prompt", "source", "topic"))
     assert "not read" not in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"--ignore-columns nots: .*prompt, source, topic"):

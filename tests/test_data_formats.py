@@ -39,7 +39,7 @@ READ_AS = [
     ({"messages": [USER, ANSWER | {"weight": 0.5}]}, Chat([USER, ANSWER | {"weight": 0.5}])),
     ({"messages": [USER, ANSWER | {"train": False}]}, Chat([USER, ANSWER | {"train": False}])),
     ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
-     Chat([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}])),
+     Chat([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}])),
     ({"messages": [{"role": "pretrain", "content": "a"}]}, Document("a")),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, Chat([USER, ANSWER])),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}], "system": "s"},
@@ -52,7 +52,7 @@ READ_AS = [
                 {"from": "observation", "value": "1"},
             ]
         },
-        Chat([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "1"}]),
+        Chat([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "1"}]),
     ),
     ({"instruction": "a", "output": "b"}, Chat([USER, ANSWER])),
     ({"instruction": "a", "input": "", "output": "b", "text": "a b"}, Chat([USER, ANSWER])),

@@ -327,7 +327,7 @@ def test_parts_of_an_older_format_are_refused_by_its_number(made, tmp_path, monk
     process_data(replace_options(made, shard="2/3"))
     monkeypatch.undo()
     with pytest.raises(
-        ValueError, match=r"part 2/3 .*another configuration: format of parts was 4, is 5: .*--shard 2/3"
+        ValueError, match=r"part 2/3 .*another configuration: format of parts was 4, is 6: .*--shard 2/3"
     ):
         process_data(replace_options(made, join=True))
 

@@ -25,8 +25,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from vllm_standin import install_vllm
 
 from mini_trainer.data.chat.conversation import Chat, Completion, Remark, TokenizedChat
+from mini_trainer.data.chat.linting import LEFT_OUT
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
+from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, find_format, read_example, read_fields
@@ -188,21 +189,19 @@ def test_the_masks_of_templates_that_prompt_for_reasoning(name):
             assert not find_faults(make_masker(name), row["messages"], None)
 
 
-def test_reasoning_that_the_template_leaves_out_is_said_and_refused_if_strict():
+def test_reasoning_that_the_template_leaves_out_is_said_and_refused():
     name = "reasoning only in contents"
     for kind in ("reasoning_content", "thinking", "reasoning", "inline"):
         masked = mask(make_masker(name, thinking_prefix="train-as-prompted"), ROWS[kind])
-        assert Remark(UNTRAINED_REASONING) in masked.remarks, kind
+        assert Remark(LEFT_OUT) in masked.remarks, kind
         assert all(remark.kind != AS_PROMPTED for remark in masked.remarks), "has reasoning, though it is not written"
-        refused = mask(make_masker(name, strict_reasoning=True), ROWS[kind])
-        assert isinstance(refused, ValueError) and "--strict-reasoning" in str(refused)
+        refused = mask(make_masker(name, refused=[LEFT_OUT]), ROWS[kind])
+        assert isinstance(refused, ValueError) and "--refuse left-out" in str(refused)
     written = "an empty reasoning on one line"
     for kind in ("reasoning_content", "thinking", "reasoning"):
-        assert mask(make_masker(written, strict_reasoning=True), ROWS[kind]).remarks == ()
-    both = {"messages": [USER, {**ANSWER, "thinking": "Count.", "reasoning_content": "Count."}]}
-    assert mask(make_masker(written, strict_reasoning=True), both).remarks == ()
+        assert LEFT_OUT not in {remark.kind for remark in mask(make_masker(written), ROWS[kind]).remarks}
     skipped = {"messages": [USER, {**ANSWER, "reasoning": "Count.", "train": False}, USER, ANSWER]}
-    assert not isinstance(mask(make_masker(name, strict_reasoning=True), skipped), ValueError)
+    assert not isinstance(mask(make_masker(name, refused=[LEFT_OUT]), skipped), ValueError)
 
 
 def test_keys_that_the_template_does_not_write_are_named():
@@ -279,7 +278,7 @@ def test_prompts_of_which_the_template_leaves_something_out_are_refused():
 
 def test_classifiers_read_chats_in_the_form_that_the_template_writes():
     tokenizer = find_tokenizer("only parts")
-    text = LabelledTokenizer.render(type("", (), {"tokenizer": tokenizer}), Chat([USER]))
+    text = LabelledTokenizer.render(type("", (), {"tokenizer": tokenizer, "template_args": {}}), Chat([USER]))
     assert text == f"user: How many?{IM_END}\n"
 
 
@@ -296,8 +295,8 @@ def test_the_report_counts_rows_and_shows_both_ends(tmp_path, capsys):
     sidecar = json.loads((tmp_path / "data.jsonl.meta.json").read_text())
     assert sidecar["options"]["thinking_prefix"] == "train-as-prompted"
     write_model(tmp_path / "distill", "reasoning only in contents")
-    with pytest.raises(ValueError, match=r"1 of 3 rows .*\n  rows.jsonl:3: .*--strict-reasoning"):
-        process(tmp_path / "distill", rows, tmp_path / "data.jsonl", strict_reasoning=True)
+    with pytest.raises(ValueError, match=r"1 of 3 rows .*\n  rows.jsonl:3: .*--refuse left-out"):
+        process(tmp_path / "distill", rows, tmp_path / "data.jsonl", refuse=[LEFT_OUT])
 
 
 PROMPT = [

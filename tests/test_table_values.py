@@ -331,7 +331,7 @@ def test_cells_that_pandas_prints_for_missing_values_are_noted(model, tmp_path, 
     frame.to_csv(tmp_path / "in.csv", index=False, na_rep="nan")
     tokenize(model, tmp_path / "in.csv")
     said = capsys.readouterr().out
-    assert re.search(r"'completion' .*'nan' .*in\.csv:3", said) and re.search("'completion' .*'None'", said)
+    assert re.search(r"'nan' \(completion\), .*in\.csv:3", said) and "'None' (completion)" in said
     assert "'note'" not in said
 
 

@@ -17,6 +17,7 @@ from stock_templates import TEMPLATES, TRL, make_masker
 from trait_templates import TRAITS
 
 from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.normalizing import normalize
 from mini_trainer.data.chat.tokens import split_by_training
 
 USER, MORE = {"role": "user", "content": "How many are there?"}, {"role": "user", "content": "And now?"}
@@ -94,7 +95,8 @@ CASES = {
 @cache
 def look_at(name: str, case: str) -> list[str] | ValueError:
     template, _ = TEMPLATES[name]
-    return find_faults(make_masker(name), copy.deepcopy(CASES[case]), TOOLS if "tools" in template else None)
+    messages = [message for _, message in normalize(copy.deepcopy(CASES[case]))[0]]
+    return find_faults(make_masker(name), messages, TOOLS if "tools" in template else None)
 
 
 @pytest.mark.parametrize("name", thin(TEMPLATES, step=3))
@@ -134,16 +136,14 @@ def test_table():
 
 WITH_CONTENT = {"content", "content, no arguments", "content and call last", "content and result last"}
 TWO = {"two calls", "two empty calls"}
-NULL = {"null content", "no content"}
 AS_TEXT = {"arguments as text"}
 REFUSED_BY = [  # cases, and the templates that refuse these and no others
     (set(), ("trl:qwen3", "trl:qwen3_training", "trl:qwen2_5", "trl:gemma4", "the last call in its own turn",
              "closed by the next turn", "closed on a new line", "a line break before the next turn",
-             "marks with the header")),
+             "marks with the header", "trl:deepseekv3_training", "content that may not be null")),
     (AS_TEXT, ("trl:glm4moe", "trl:lfm2_2_5", "trl:nemotron_3_nano", "trl:nemotron_3_nano_training", "only with tools",
                "CDATA around some arguments", "arguments in the order of their keys")),
     (TWO, ("trl:gptoss", "the first call in its own turn")),
-    (NULL, ("trl:deepseekv3_training", "content that may not be null")),
     (WITH_CONTENT, ("reasoning ends with a stop", "calls only without content")),
     (WITH_CONTENT | TWO, ("trl:llama3_1", "the name is written with the result")),
     (WITH_CONTENT | {"ids with names"}, ("mistral_tekken", "mistral_v3")),
@@ -166,7 +166,6 @@ REASONS = {
     ("an id in place of the name", "text"): "'abc123def', in place",
     ("only arguments that are text", "a boolean"): "key 'deep'",
     ("arguments without keys", "a boolean"): "key 'deep'",
-    ("content that may not be null", "no content"): 'content is ""',
     ("a result before the content", "content"): "other messages",
     ("the names of tools are looked up", "text"): "placeholder texts",
 }

@@ -719,14 +719,14 @@ class DataProcessArgs:
     """Skip rows that cannot be used and write them next to the output, instead of stopping."""
     num_proc: int | Given = ...
     """Number of tokenizing processes."""
-    control_tokens: Literal['keep', 'refuse'] | Given = ...
-    """Control tokens of the tokenizer, such as <|im_end|>, inside contents. keep: they become these tokens, and rows
-    with them are counted; refuse: rows with them are invalid."""
+    refuse: Literal['left-out', 'cut-reasoning', 'reasoning-tags', 'unknown-tools', 'no-tools', 'results-first', 'tools-twice', 'markers', 'null-arguments'] | tuple[Literal['left-out', 'cut-reasoning', 'reasoning-tags', 'unknown-tools', 'no-tools', 'results-first', 'tools-twice', 'markers', 'null-arguments'], ...] | list[Literal['left-out', 'cut-reasoning', 'reasoning-tags', 'unknown-tools', 'no-tools', 'results-first', 'tools-twice', 'markers', 'null-arguments']] | Given = ...
+    """Doubtful rows that are invalid, instead of counted: answers of which the chat template leaves out words, that
+    end within their reasoning, or with tags that do not pair; calls that tools lack or without tools; results
+    before calls; tools also in the system message; the template's markers in texts; null arguments
+    (docs/reference/data.md)."""
     template_args: str | Path | tuple[str | Path, ...] | list[str | Path] | Given = ...
     """Arguments of the chat template, as NAME=VALUE with a JSON value or a text: enable_thinking=false. A row's own
-    chat_template_kwargs override them. Use the same for inference."""
-    strict_reasoning: bool | Given = ...
-    """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
+    chat_template_kwargs override them. Use the same for inference. date=YYYY-MM-DD: in place of today."""
     data_path: str | Path | tuple[str | Path, ...] | list[str | Path] | Given = ...
     """`input_file`: Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz,
     .zst); or URLs of these (s3://, gs://, hf:// or https://), also with wildcards."""

@@ -28,6 +28,8 @@ RENAMED: dict[str, str] = {
     "lora_use_rslora": RANK_STABLE,
     "mock_length": "--block-size",
     "as_chat": "--format alpaca --columns prompt=prompt completion=completion",
+    "strict_reasoning": "--refuse left-out",
+    "control_tokens": "--refuse markers",
     "append_stop_token": "--missing-stop-token append",
     "allow_missing_stop_token": "--missing-stop-token allow",
     **dict.fromkeys(("plan_world_size", "plan_device"), "--plan-for 8, or 8xH100"),
@@ -47,7 +49,6 @@ REMOVED = {  # values that options had
     ("preference_loss", "robust"): "dpo with --label-smoothing, which also allows for swapped pairs",
     ("preference_loss", "hinge"): "dpo, or ipo, which also stops at a margin",
     ("preference_loss", "apo-down"): "apo-zero or dpo",
-    ("control_tokens", "as-text"): "refuse, as inference reads these tokens in prompts, too",
     ("track", "trackio"): "wandb, tensorboard or mlflow; the metrics files have every number",
 }
 PROGRAMS = {"train.py": list_types(TrainOptions), "process_data.py": list_types(ProcessDataOptions)}

@@ -37,6 +37,11 @@ class Doors(Mapping[str, Door]):
         return name in self.places
 
 
+DOUBTS = (  # of rows, by the names of --refuse (data/chat/linting.py)
+    *("left-out", "cut-reasoning", "reasoning-tags", "unknown-tools", "no-tools", "results-first", "tools-twice"),
+    *("markers", "null-arguments"),
+)
+
 METHODS = Doors({"osft": "mini_trainer.osft:OSFT", "lora": "mini_trainer.model.methods.lora:LoRA"})  # by their option
 
 OPTIMIZERS = Doors(

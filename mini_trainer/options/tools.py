@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from mini_trainer.options.data import DATA_CACHE_DIR, RowOptions
-from mini_trainer.options.doors import DTYPES, ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
+from mini_trainer.options.doors import DOUBTS, DTYPES, ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
 from mini_trainer.options.fields import option, parse_shard
 
 OF_SERVER = ("engine", ("openai",))
@@ -15,14 +15,13 @@ MOST_TOP_K = 256  # tokens that a teacher's file names of each position
 class ContentOptions:
     """Treatment of rows' texts (docs/reference/data.md); process_data.py alone has these options."""
 
-    control_tokens: Literal["keep", "refuse"] = "keep"
-    """Control tokens of the tokenizer, such as <|im_end|>, inside contents. keep: they become these tokens, and rows
-    with them are counted; refuse: rows with them are invalid."""
+    refuse: tuple[Literal[*DOUBTS], ...] = ()
+    """Doubtful rows that are invalid, instead of counted: answers of which the chat template leaves out words, that end
+    within their reasoning, or with tags that do not pair; calls that tools lack or without tools; results before calls;
+    tools also in the system message; the template's markers in texts; null arguments (docs/reference/data.md)."""
     template_args: tuple[str, ...] = ()
     """Arguments of the chat template, as NAME=VALUE with a JSON value or a text: enable_thinking=false. A row's own
-    chat_template_kwargs override them. Use the same for inference."""
-    strict_reasoning: bool = False
-    """Refuse rows whose reasoning the chat template drops from a trained answer, instead of counting them."""
+    chat_template_kwargs override them. Use the same for inference. date=YYYY-MM-DD: in place of today."""
 
 
 @dataclass(frozen=True, kw_only=True)

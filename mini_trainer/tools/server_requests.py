@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mini_trainer.data.chat.rendering import check_template_args
+from mini_trainer.data.chat.rendering import select_args
 from mini_trainer.model.config import load_generation_config
 from mini_trainer.use.inference.loading import FoundModel
 
@@ -140,8 +140,7 @@ class Served:
                 raise ValueError(f"messages: given a part {part['type']}, allowed: text{others}")
         if "tools" in request and "tools" not in str(self.tokenizer.chat_template):
             raise ValueError("tools: the chat template does not read them")
-        template_args = request.get("chat_template_kwargs", {})
-        check_template_args(self.tokenizer, template_args)
+        template_args = select_args(self.tokenizer, request.get("chat_template_kwargs", {}))
         modality = Modality.VLM if self.takes_images else Modality.LLM
         encoded = self.tokenizer.apply_chat_template(
             BaseHandler.get_processor_inputs_from_messages(request["messages"], modality),

@@ -37,6 +37,7 @@ ECHOED = ("id", "name")  # kinds of leaves that templates also write with the ca
 
 ONLY_FOR_MASKING = ("train", "weight")  # a message's fields that templates never see
 
+NORMALIZED = "normalized"  # kind of the remark on a row that was read in another form
 DIVIDED = "divided"  # kind of the remark on a row whose passages did not begin with tokens of their own
 
 
@@ -50,6 +51,7 @@ class Chat:
     tools: Tools = None
     images: tuple[str, ...] = ()  # path or data: URL of each image part, in order
     template_args: dict[str, Any] | None = None  # arguments of the template for this row
+    changes: tuple[str, ...] = field(default=(), compare=False)  # what normalizing has changed, in words
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,7 @@ class PreparedChat:
     tools: Tools
     is_plain: bool
     images: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
 
     @property
     def unmasked(self) -> set[int]:
@@ -339,7 +342,7 @@ def prepare_chat(chat: Chat) -> PreparedChat:
     num_images = sum(part == IMAGE_PART for message in messages for part in list_parts(message))
     if num_images != len(chat.images):
         raise ValueError(f"image parts: {num_images}, images: {len(chat.images)}")
-    return PreparedChat(messages, weights, chat.tools, all(map(is_simple, messages)), chat.images)
+    return PreparedChat(messages, weights, chat.tools, all(map(is_simple, messages)), chat.images, chat.changes)
 
 
 def read_weight(message: Message, by_default: bool) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from mini_trainer.data.chat import conversation, rendering, skeletons
 from mini_trainer.data.chat.conversation import Chat, Located, Message, Outline, Passage, PreparedChat
 from mini_trainer.data.chat.placing import PlaceMemory, check_completeness, check_names, check_places, check_rest
-from mini_trainer.data.chat.prompting import UNTRAINED_REASONING, PromptMatcher, find_unread_keys
+from mini_trainer.data.chat.prompting import PromptMatcher, find_unread_keys
 from mini_trainer.data.chat.skeletons import Beginning, Render, Skeleton, SlotMemory, Span, Turn
 from mini_trainer.data.chat.turns import Stops, TurnLearner, TurnMemory
 
@@ -290,11 +290,6 @@ class TurnFinder:
             spans.append(Span(start, self.stops.trim(text, start, end), turn, opens))
         return spans
 
-    def forget(self, key: tuple[Any, ...]) -> None:
-        """Forgets the skeletons of a chat's outline."""
-        for each in (key, ("marked", *key)):
-            self.skeletons.pop(each, None)
-
 
 def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[Message]) -> None:
     num_turns = sum(message["role"] == conversation.ASSISTANT for message in messages)
@@ -307,28 +302,17 @@ def check_num_marked(marked: Sequence[tuple[int, int]], messages: Sequence[Messa
 
 @dataclass(frozen=True)
 class PassageLocator:
-    """Renders chats with one template and locates the passages to train on. `strict_reasoning`: refuse answers whose
-    reasoning the template leaves out."""
+    """Renders chats with one template and locates the passages to train on."""
 
     renderer: rendering.ChatRenderer
     finder: TurnFinder  # of this renderer's texts
     matcher: PromptMatcher
-    strict_reasoning: bool
 
     def locate_one(self, chat: Chat) -> Located:
         return self.locate(self.renderer.render_one(chat.messages, tools=chat.tools), conversation.prepare_chat(chat))
 
     def locate(self, rendered: rendering.Rendered, chat: PreparedChat) -> Located:
         """A rendered chat and its trained passages."""
-        located = rendering.catch_error(self.locate_now, rendered, chat)
-        if isinstance(located, ValueError) and self.renderer.tells_time:
-            self.finder.forget(chat.key)  # skeleton or text may have yesterday's date
-            return self.locate_now(self.renderer.render_one(chat.messages, tools=chat.tools), chat)
-        if isinstance(located, ValueError):
-            raise located
-        return located
-
-    def locate_now(self, rendered: rendering.Rendered, chat: PreparedChat) -> Located:
         text = rendering.check_unicode(rendering.check_length(rendered.text))
         if rendered.marked is None:
             spans = self.finder.find_spans(text, chat)
@@ -340,11 +324,6 @@ class PassageLocator:
         render = partial(self.renderer.render, tools=chat.tools)
         unread = [] if chat.is_plain else find_unread_keys(chat.messages, text, render)
         text, spans, remarks = self.matcher.match(text, spans, chat, render)
-        if self.strict_reasoning and any(remark.kind == UNTRAINED_REASONING for remark in remarks):
-            raise ValueError(
-                "the chat template leaves out the reasoning of an answer that is trained (--strict-reasoning): remove"
-                " it from the row, or use a template that writes it (--chat-template)"
-            )
         passages = [
             Passage(span.start, span.end, chat.messages[span.message]["role"], chat.weights[span.message])
             for span in sorted(spans, key=lambda span: span.start)

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from mini_trainer.data.chat import conversation, tokens
 from mini_trainer.data.chat.conversation import Chat, Example, Located, Passage, PreparedChat, TokenizedChat
+from mini_trainer.data.chat.linting import Linter
 from mini_trainer.data.chat.locating import PassageLocator, TurnFinder
+from mini_trainer.data.chat.normalizing import separate_reasoning
 from mini_trainer.data.chat.prompting import PromptMatcher, StopAppender, TemplateChecker, describe_open_turns
-from mini_trainer.data.chat.rendering import ChatRenderer, catch_error
+from mini_trainer.data.chat.rendering import ChatRenderer, catch_error, select_args
 from mini_trainer.data.chat.turns import find_stops
 from mini_trainer.data.stores.image_files import open_image
 from mini_trainer.distributed.messages import one_line
@@ -36,7 +38,7 @@ WITH_PATCH_TOKEN = ("Llama4Processor",)
 
 MODEL_TEMPLATE = "the model's chat template"
 
-MAX_NUM_OTHERS = 16  # sets of arguments that rows have for themselves
+MAX_NUM_OTHERS = 16  # maskers that are kept for rows' own arguments
 THINKING_PREFIXES = {"as-rendered": False, "train-as-prompted": True}  # whether the generation prompt's words win
 
 
@@ -145,9 +147,10 @@ def move_passage(passage: Passage, replaced: Sequence[dict[str, Any]]) -> Passag
 
 @dataclass(frozen=True)
 class ChatLabeller:
-    """Encodes and labels chats with one tokenizer. `expander`: puts images into conversations."""
+    """Lints, encodes and labels chats with one tokenizer. `expander`: puts images into conversations."""
 
     borders: tokens.BorderEncoder
+    linter: Linter
     expander: ImageExpander | None
 
     def label_each(
@@ -190,9 +193,6 @@ class ChatLabeller:
             encoding = self.borders.divide(located.text, divided)
         return tokens.label_encoding(encoding, located)
 
-    def mark_control(self, located: Located, chat: PreparedChat) -> Located:
-        return self.borders.control.mark(located, chat.values)
-
 
 @dataclass(frozen=True)
 class TurnRules:
@@ -202,7 +202,6 @@ class TurnRules:
     allows_missing_stop: bool
     appends_stop: bool
     as_prompted: bool
-    strict_reasoning: bool
 
 
 class TemplateMasker:
@@ -216,7 +215,7 @@ class TemplateMasker:
         self.finder = TurnFinder(self.renderer, stops)
         template = json.dumps(tokenizer.chat_template, ensure_ascii=False)
         matcher = PromptMatcher(labeller.borders.encode, template, as_prompted=rules.as_prompted)
-        self.locator = PassageLocator(self.renderer, self.finder, matcher, rules.strict_reasoning)
+        self.locator = PassageLocator(self.renderer, self.finder, matcher)
         self.open_turns: set[str] = set()  # turns without a stop token ("inner", "last"); set by `check`
 
     def mask(self, chats: Sequence[Chat], *, divides: bool) -> list[TokenizedChat | ValueError]:
@@ -232,13 +231,21 @@ class TemplateMasker:
             raise ValueError(
                 "the tokenizer has no chat template: name one with --chat-template, or use the model's instruct version"
             )
-        prepared = [catch_error(conversation.prepare_chat, chat) for chat in chats]
+        prepared = [catch_error(self.prepare, chat) for chat in chats]
         rendered = locator.renderer.render_each(prepared)
         located = [catch_error(locator.locate, *pair) for pair in zip(rendered, prepared, strict=True)]
-        located = [catch_error(self.labeller.mark_control, *pair) for pair in zip(located, prepared, strict=True)]
+        located = [catch_error(self.lint, *pair) for pair in zip(located, prepared, strict=True)]
         if appends_stop:
             located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
         return self.labeller.label_each(located, prepared, divides=divides)
+
+    def prepare(self, chat: Chat) -> PreparedChat:
+        return conversation.prepare_chat(separate_reasoning(self.tokenizer, chat))
+
+    def lint(self, located: Located, chat: PreparedChat) -> Located:
+        changed = tuple(conversation.Remark(conversation.NORMALIZED, rendered=change) for change in chat.changes)
+        located = replace(located, remarks=(*located.remarks, *changed)) if changed else located
+        return self.labeller.linter.lint(located, chat.values, chat)
 
     @cached_property
     def appender(self) -> StopAppender:
@@ -295,8 +302,7 @@ class ChatMasker:
     `expander`: puts images into conversations.
     `thinking_prefix`: "train-as-prompted" puts the generation prompt's text before the last answer (see
     data/chat/prompting.py).
-    `strict_reasoning`: refuse answers whose reasoning the template leaves out.
-    `control_tokens`: "keep" or "refuse" those in contents (see data/chat/tokens.py).
+    `refused`: kinds of doubtful rows that are unusable (see data/chat/linting.py).
     `template_args`: arguments of the template, all of which it has to read.
     """
 
@@ -308,8 +314,7 @@ class ChatMasker:
         missing_stop_token: str = "refuse",
         expander: ImageExpander | None = None,
         thinking_prefix: str = "as-rendered",
-        strict_reasoning: bool = False,
-        control_tokens: str = tokens.KEEP,
+        refused: Sequence[str] = (),
         template_args: Mapping[str, Any] | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):  # mistral-common's has no such attribute
@@ -318,18 +323,18 @@ class ChatMasker:
                 " placed with certainty: use a model that has a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.template_args = tokenizer, template_args or {}
-        control = tokens.ControlTokens(tokenizer, control_tokens)
-        borders = tokens.BorderEncoder(tokenizer, tokens.ByteEncoder(tokenizer), control)
-        self.texts, self.labeller = tokens.TextMasker(tokenizer, borders), ChatLabeller(borders, expander)
+        linter = Linter(tokenizer, refused)
+        borders = tokens.BorderEncoder(tokenizer, tokens.ByteEncoder(tokenizer))
+        self.texts = tokens.TextMasker(tokenizer, borders, linter)
+        self.labeller = ChatLabeller(borders, linter, expander)
         self.rules = TurnRules(
             stop_token_ids,
             allows_missing_stop=missing_stop_token == "allow",
             appends_stop=missing_stop_token == "append",
             as_prompted=THINKING_PREFIXES[thinking_prefix],
-            strict_reasoning=strict_reasoning,
         )
         self.chats = TemplateMasker(tokenizer, self.labeller, self.rules, self.template_args)
-        self.others: dict[str, TemplateMasker | ValueError] = {}  # by the arguments that rows have for themselves
+        self.others: dict[str, TemplateMasker | ValueError] = {}  # by rows' own arguments, the latest last
 
     def mask(self, rows: Sequence[Example], *, divides: bool = False) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or the error that makes it unusable. `divides`: a chat's prompt, up to the
@@ -349,19 +354,20 @@ class ChatMasker:
 
     def mask_chats(self, chats: Sequence[Chat], *, divides: bool) -> list[TokenizedChat | ValueError]:
         """`mask` for chats with the same arguments of the template."""
-        args = chats[0].template_args
+        args = catch_error(select_args, self.tokenizer, chats[0].template_args or {})
+        if isinstance(args, ValueError):
+            return [args] * len(chats)
         if not args:
             return self.chats.mask(chats, divides=divides)
         key = json.dumps(args, sort_keys=True)
-        if key not in self.others:
-            self.others[key] = catch_error(self.make_other, args)
-        other = self.others[key]
+        other = self.others.pop(key, None) or catch_error(self.make_other, args)
+        self.others[key] = other
+        if len(self.others) > MAX_NUM_OTHERS:
+            del self.others[next(iter(self.others))]
         return [other] * len(chats) if isinstance(other, ValueError) else other.mask(chats, divides=divides)
 
     def make_other(self, template_args: Mapping[str, Any]) -> TemplateMasker:
         """The masker of rows with arguments of their own; ValueError if the template cannot be used with them."""
-        if len(self.others) >= MAX_NUM_OTHERS:
-            raise ValueError(f"chat_template_kwargs: more than {MAX_NUM_OTHERS} different ones")
         other = TemplateMasker(self.tokenizer, self.labeller, self.rules, {**self.template_args, **template_args})
         other.check()
         return other

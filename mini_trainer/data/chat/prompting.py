@@ -11,34 +11,22 @@ Some templates write the stop token after a turn only if another turn follows. I
 the end of an earlier turn, minus the text that the same turn already has as the last turn.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.conversation import Chat, Located, Message, PreparedChat, Remark, TokenizedChat
+from mini_trainer.data.chat.linting import LEFT_OUT, text_of
+from mini_trainer.data.chat.reasoning import ANY_TAG, NO_REASONING, OPENINGS, THOUGHT
 from mini_trainer.data.chat.rendering import EXCHANGE, catch_error, make_tool, prepare_for, takes_parts
-from mini_trainer.data.chat.skeletons import Beginning, Render, Span
+from mini_trainer.data.chat.skeletons import Beginning, Render, Span, common_length
 from mini_trainer.data.chat.tokens import split_by_training
 from mini_trainer.data.chat.turns import Stops
 
-TAGS = (  # open and close reasoning
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<|think|>", "<|/think|>"),
-    ("<seed:think>", "</seed:think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|channel>thought", "<channel|>"),
-)
-ANY_TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
-OPENINGS = {opening: closing for opening, closing in TAGS}
-NO_REASONING = re.compile("|".join(rf"(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for a, b in TAGS))
-INLINE_REASONING = re.compile("|".join(rf"\s*{re.escape(a)}(.+?){re.escape(b)}" for a, b in TAGS), re.DOTALL)
-THOUGHT = "xQ99997Qx"  # reasoning of a stand-in assistant turn
 NUM_SHOWN = 80  # last characters of a prompt shown in remarks
 
-AS_RENDERED, AS_PROMPTED, UNTRAINED_REASONING = "as rendered", "as prompted", "untrained reasoning"
+AS_RENDERED, AS_PROMPTED = "as rendered", "as prompted"
 EARLIER, UNREAD_KEY = "earlier turn", "unread key"
 READ_OR_CHECKED = {"role", "content", "tool_calls", *conversation.REASONING_KEYS}  # keys that other checks cover
 READ_OF_RESULTS = {("tool", "tool_call_id"), ("tool", "name")}  # by role
@@ -86,8 +74,8 @@ class PromptMatcher:
         for span in own:
             if chat.weights[span.message] == 0:
                 continue
-            if lacks := lacks_reasoning(text, span, chat.messages[span.message]):
-                remarks.append(Remark(UNTRAINED_REASONING))
+            if lacks := lacks_words(text, span, chat.messages[span.message]):
+                remarks.append(Remark(LEFT_OUT))
             if is_prompted(text, span):
                 continue
             changes = self.as_prompted and span is last and not lacks and can_begin_so(text, span)
@@ -129,14 +117,14 @@ def is_prompted(text: str, span: Span) -> bool:
     return beginning.prompted is not None and text.startswith(beginning.prompted, span.opens)
 
 
-def lacks_reasoning(text: str, span: Span, message: Message) -> bool:
-    """Whether the turn lacks its message's reasoning, which may have a key of its own or be in the content."""
+def lacks_words(text: str, span: Span, message: Message) -> bool:
+    """Whether the turn lacks words of its message: reasoning under a key, or a part of the content beside tags."""
     if span.turn.lacks_reasoning:
         return True
-    said = message.get("content") or ""
-    content = said if isinstance(said, str) else "".join(part.get("text", "") for part in said)
-    inline = INLINE_REASONING.match(content)
-    return inline is not None and inline[inline.lastindex].strip() not in text[span.opens : span.end]
+    content, written = text_of(message).strip(), text[span.opens : span.end]
+    if content in written:
+        return False
+    return any(part.strip() not in written for part in ANY_TAG.split(content))
 
 
 def find_unread_keys(messages: Sequence[Message], text: str, render: Render) -> list[Remark]:
@@ -291,10 +279,13 @@ class TemplateChecker:
         prompt = self.encode(chat, is_prompt=True)
         if prompt == before or any(remark.prompted for remark in tokenized.remarks):
             return
-        self.notes.append(
-            f"prompts end with {self.decode(prompt)[-NUM_SHOWN:]!r}, but rows have {self.decode(before)[-NUM_SHOWN:]!r}"
-            " before the answer"
-        )
+        ends = [self.decode(ids)[-NUM_SHOWN:] for ids in (prompt, before)]
+        if ends[0] == ends[1]:  # other tokens of the same text
+            start = common_length(prompt, before)
+            ends = [
+                " ".join(self.tokenizer.convert_ids_to_tokens(ids[start:]))[-NUM_SHOWN:] for ids in (prompt, before)
+            ]
+        self.notes.append(f"prompts end with {ends[0]!r}, but rows have {ends[1]!r} before the answer")
 
     def encode(self, chat: Chat, *, is_prompt: bool = False) -> list[int]:
         """Token ids of the chat, or of the prompt for its last answer."""

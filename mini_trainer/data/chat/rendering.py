@@ -7,12 +7,14 @@ a second time, an object is printed as Python prints it. The form is tried out, 
 transformers runs them in jinja's sandbox, which keeps them from files and processes, but not from running forever.
 """
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, wraps
+from datetime import datetime
+from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 from mini_trainer.data.chat import conversation
@@ -35,7 +37,10 @@ LIST_AS_IT_STANDS = re.compile(r"""["']text["']: ?["']\Z""")  # precedes a text 
 EXCHANGE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
 
 T = TypeVar("T")
-ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+CLOCK = "strftime_now"
+ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", CLOCK)
+CLOCK_PARTS = [f"%{letter}" for letter in ("-d", "-m", "e", *"aAbBcdDFHIjmMpSTuwxXyY")]
+DATES = {"date_string": "%d %b %Y", "date": "%Y-%m-%d"}  # arguments for a date, in the form that templates give it
 
 WITHOUT_TOOLS = (
     "the chat template leaves out the row's tools: use one that writes them (--chat-template), or describe them in the"
@@ -137,10 +142,10 @@ def prepare_contents(tokenizer: Any, messages: Sequence[Message]) -> list[Messag
     """The messages with contents in the form that the chat template reads."""
     prepared = []
     for message in messages:
-        # Reasoning has both of its keys, because gpt-oss reads "thinking" and others "reasoning_content". Null fields
+        # Reasoning has all of its keys, because gpt-oss reads "thinking" and others "reasoning_content". Null fields
         # are left out, as recent versions of `apply_chat_template` leave them.
-        reasoning = next((message[key] for key in conversation.REASONING_KEYS if message.get(key) is not None), None)
-        named = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        reasoning = message.get("reasoning_content")
+        named = message if reasoning is None else {**dict.fromkeys(conversation.REASONING_KEYS, reasoning), **message}
         prepared.append({key: value for key, value in named.items() if value is not None})
     if takes_parts(tokenizer):
         return [as_parts(message) for message in prepared]
@@ -251,10 +256,9 @@ def check_unicode(text: str) -> str:
     return text
 
 
-def check_template_args(tokenizer: Any, template_args: Mapping[str, Any]) -> None:
-    """ValueError for an argument that the chat template does not read."""
-    if not template_args:
-        return
+@cached_by_template
+def list_variables(tokenizer: Any) -> frozenset[str] | None:
+    """The variables that the template reads; None if it cannot be parsed, which is said when it is tried."""
     from jinja2 import Environment, TemplateError, meta
 
     templates = tokenizer.chat_template
@@ -263,12 +267,50 @@ def check_template_args(tokenizer: Any, template_args: Mapping[str, Any]) -> Non
     try:
         parsed = [environment.parse(GENERATION_TAG.sub("", text)) for text in texts]
     except TemplateError:
-        return  # which is named when the template is tried
-    read = set().union(*map(meta.find_undeclared_variables, parsed)) - {*ALWAYS_GIVEN, *tokenizer.special_tokens_map}
-    unread = [name for name in template_args if name not in read]
+        return None
+    return frozenset().union(*map(meta.find_undeclared_variables, parsed))
+
+
+def select_args(tokenizer: Any, template_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without those that the chat template does not read and that say nothing: null, false, or empty.
+    ValueError for any other that it does not read."""
+    read = list_variables(tokenizer) if template_args else None
+    if read is None:
+        return dict(template_args)
+    unread = [name for name, value in template_args.items() if name not in read and value]
     if unread:
-        others = ", ".join(sorted(read)) or "none"
+        others = ", ".join(sorted(read - {*ALWAYS_GIVEN, *tokenizer.special_tokens_map})) or "none"
         raise ValueError(f"the chat template does not read the argument {unread[0]!r}; it reads: {others}")
+    return {name: value for name, value in template_args.items() if name in read}
+
+
+def set_date(tokenizer: Any, template_args: Mapping[str, Any], today: str) -> tuple[Any, dict[str, Any], str | None]:
+    """The tokenizer with a template whose clock stands still, arguments of the template for its date, and that date;
+    None if the template writes none. `template_args` may have a `date`, YYYY-MM-DD; else it is `today`. ValueError for
+    one that the template does not write."""
+    read, args = list_variables(tokenizer) or frozenset(), dict(template_args)
+    is_given = "date" in args
+    date = args.pop("date", today)
+    try:
+        day = datetime.strptime(date, "%Y-%m-%d")
+    except (ValueError, TypeError):
+        raise ValueError(f"--template-args date={date}: expected YYYY-MM-DD") from None
+    own = {name: day.strftime(form) for name, form in DATES.items() if name in read}
+    if CLOCK not in read and not (is_given and own):
+        if is_given:
+            raise ValueError(f"--template-args date={date}: the chat template writes no date")
+        return tokenizer, args, None
+    if CLOCK in read:
+        tokenizer, templates, clock = copy.copy(tokenizer), tokenizer.chat_template, write_clock(day)
+        is_dict = isinstance(templates, dict)
+        tokenizer.chat_template = {k: clock + text for k, text in templates.items()} if is_dict else clock + templates
+    return tokenizer, args | (own if is_given else {}), date
+
+
+def write_clock(day: datetime) -> str:
+    """A template's beginning in which `strftime_now` writes this day: transformers passes no functions to templates."""
+    parts = "".join(f"|replace({part!r}, {day.strftime(part)!r})" for part in CLOCK_PARTS)
+    return f"{{% macro {CLOCK}(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}{{{{ '' }}}}"
 
 
 @dataclass(frozen=True)
@@ -283,12 +325,7 @@ class ChatRenderer:
     """Renders chats with one tokenizer's template, and with arguments of the template, all of which it has to read."""
 
     def __init__(self, tokenizer: Any, template_args: Mapping[str, Any]) -> None:
-        check_template_args(tokenizer, template_args)
-        self.tokenizer, self.template_args = tokenizer, template_args
-
-    @cached_property
-    def tells_time(self) -> bool:
-        return "strftime_now" in json.dumps(self.tokenizer.chat_template)
+        self.tokenizer, self.template_args = tokenizer, select_args(tokenizer, template_args)
 
     def render_each(self, chats: Sequence[PreparedChat | ValueError]) -> list[Rendered | ValueError]:
         """Renders all chats with the same tools at once, which is faster; if one fails, each alone, to find which."""
@@ -303,20 +340,8 @@ class ChatRenderer:
             if isinstance(rendered, ValueError):
                 rendered = [catch_error(self.render_one, messages, tools=tools) for messages in conversations]
             for i, result in zip(indices, rendered, strict=True):
-                results[i] = self.explain(result, chats[i])
+                results[i] = result
         return results
-
-    def explain(self, rendered: Rendered | ValueError, chat: PreparedChat) -> Rendered | ValueError:
-        """Adds a hint to an error that occurs if a content is null or missing, but not if it is empty."""
-        if not isinstance(rendered, ValueError) or all(message.get("content") is not None for message in chat.messages):
-            return rendered
-        filled = [{**message, "content": message.get("content") or ""} for message in chat.messages]
-        accepted = catch_error(self.render_one, filled, tools=chat.tools)
-        if isinstance(accepted, ValueError):
-            return rendered
-        if chat.tools and accepted == catch_error(self.render_one, filled, tools=None):
-            return ValueError(WITHOUT_TOOLS)
-        return ValueError(f'{rendered}; it accepts messages with calls if their content is "", not null or missing')
 
     def render_one(self, messages: list[Message], *, tools: Tools) -> Rendered:
         (rendered,) = self.render_marked([messages], tools=tools)

@@ -1,21 +1,17 @@
-"""Token ids of texts, and which of them are trained: where each token is, tokens of control inside contents, and the
-border between prompt and answer.
+"""Token ids of texts, and which of them are trained: where each token is, and the border between prompt and answer.
 
 In byte-level vocabularies a token is some bytes. If the concatenated bytes of a text's tokens are the text's bytes,
 they give each token's place: nothing is assumed about normalizers, pre-tokenizers or special tokens. If they are not,
 or if a requested place is within a token, the text is encoded again, with offsets.
-
-A control token is any added token, special or not, but for those of whitespace.
 
 A prompt that ends with a space, or with a line break, would otherwise share a token with the answer's beginning, which
 the model is never asked for.
 """
 
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, chain, groupby, pairwise
 from operator import itemgetter
@@ -24,13 +20,10 @@ from typing import Any
 import numpy as np
 
 from mini_trainer.data.chat import conversation
-from mini_trainer.data.chat.conversation import Completion, Document, Located, Passage, Remark, TokenizedChat
+from mini_trainer.data.chat.conversation import Completion, Document, Located, Passage, TokenizedChat
+from mini_trainer.data.chat.linting import Linter
 from mini_trainer.data.chat.rendering import catch_error, check_unicode
 from mini_trainer.data.columns.base import IGNORED
-
-KEEP, REFUSE = "keep", "refuse"
-MODES = (KEEP, REFUSE)
-CONTROL = "control token"  # kind of the remark on rows with one in a text
 
 LEADS = ("\n", ".", "1", "a")  # before a text that is to be encoded as the continuation of another
 
@@ -120,27 +113,6 @@ def list_byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]
 
 
-class ControlTokens:
-    """The control tokens of one tokenizer, and what --control-tokens makes of them."""
-
-    def __init__(self, tokenizer: Any, mode: str = KEEP) -> None:
-        self.mode = mode
-        found = (token.content for token in tokenizer.added_tokens_decoder.values())
-        tokens = sorted((token for token in found if token.strip(" \t\r\n▁")), key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
-
-    def mark(self, located: Located, texts: Sequence[Any]) -> Located:
-        """The row with a remark if its texts (values that are none count for nothing) have a control token. ValueError
-        if such rows are to be refused."""
-        found = (self.pattern.search(text) for text in texts if isinstance(text, str))
-        token = next((match[0] for match in found if match is not None), None)
-        if token is None:
-            return located
-        if self.mode == REFUSE:
-            raise ValueError(f"has the control token {token!r} in its texts (--control-tokens refuse)")
-        return replace(located, remarks=(*located.remarks, Remark(CONTROL, rendered=token)))
-
-
 @dataclass(frozen=True)
 class TextPart:
     """A text's part from character `start` on. The encoding's first tokens, `skipped` of them, are of a `lead`."""
@@ -181,8 +153,8 @@ class JoinedEncoding:
 class BorderEncoder:
     """Encodes the parts of texts with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, encoder: ByteEncoder, control: ControlTokens) -> None:
-        self.encoder, self.control = encoder, control
+    def __init__(self, tokenizer: Any, encoder: ByteEncoder) -> None:
+        self.encoder = encoder
         self.backend, self.eos = encoder.backend, (tokenizer.eos_token_id, tokenizer.eos_token)
 
     def divide(self, text: str, starts: Sequence[int]) -> JoinedEncoding:
@@ -318,8 +290,8 @@ def split_by_training(input_ids: Sequence[int], labels: Sequence[int]) -> list[t
 class TextMasker:
     """Tokenizes and masks texts with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, borders: BorderEncoder) -> None:
-        self.tokenizer, self.borders = tokenizer, borders
+    def __init__(self, tokenizer: Any, borders: BorderEncoder, linter: Linter) -> None:
+        self.tokenizer, self.borders, self.linter = tokenizer, borders, linter
 
     def mask(self, rows: Sequence[PlainText]) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or the error that makes it unusable; rows of one kind, ended by one eos
@@ -341,7 +313,7 @@ class TextMasker:
         else:
             text = check_unicode(row.prompt + row.completion)
             located = Located(text, [Passage(len(row.prompt), len(text), "completion")])
-        return self.borders.control.mark(located, [located.text])
+        return self.linter.lint(located, [located.text])
 
     def encode_completions(self, rows: Sequence[Completion], located: Sequence[Located | ValueError]) -> list[Any]:
         pairs = zip(rows, located, strict=True)

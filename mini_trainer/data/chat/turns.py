@@ -11,13 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mini_trainer.data.chat import conversation
+from mini_trainer.data.chat import conversation, reasoning
 from mini_trainer.data.chat.conversation import Message, Outline, is_simple
 from mini_trainer.data.chat.skeletons import MAX_NUM_REMEMBERED, Render, Skeleton, Turn, common_length
-
-REASONING_OPENING = re.compile(r"<\|?think(?:ing|:\w+)?\|?>|<\|START_THINKING\|>|\[THINK\]|<\|channel>thought")
-REASONING_CLOSING = re.compile(r"</\|?think(?:ing|:\w+)?\|?>|<\|END_THINKING\|>|\[/THINK\]|<channel\|>")
-PROMPTED_REASONING = re.compile(rf"(?:{REASONING_OPENING.pattern})\s*(?:(?:{REASONING_CLOSING.pattern})\s*)?\Z")
 
 
 class UnknownPrompt(ValueError):
@@ -68,7 +64,7 @@ class GenerationPrompt:
     @property
     def base(self) -> str:
         """The prompt without the reasoning that it opens (and may close), which some turns lack."""
-        opening = PROMPTED_REASONING.search(self.text)
+        opening = reasoning.PROMPTED.search(self.text)
         base = self.text[: opening.start()] if opening else self.text
         return base if base.strip() else self.text
 
@@ -90,7 +86,7 @@ class GenerationPrompt:
     def find_rests(self, header: str) -> tuple[str, ...]:
         """The prompt's parts that can begin a turn after `header`: all the rest, or up to where reasoning opens."""
         rest = self.text.removeprefix(header if self.text.startswith(header) else self.base)
-        return tuple(filter(None, [rest, *(rest[: opening.end()] for opening in REASONING_OPENING.finditer(rest))]))
+        return tuple(filter(None, [rest, *(rest[: opening.end()] for opening in reasoning.OPENING.finditer(rest))]))
 
 
 @dataclass

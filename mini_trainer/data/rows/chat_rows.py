@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.chat import conversation
+from mini_trainer.data.chat.normalizing import normalize
 from mini_trainer.data.rows.column_names import TURNS, Fields
 from mini_trainer.data.rows.values import read_message, refuse_non_json
 from mini_trainer.data.stores.image_files import as_data_url
@@ -29,7 +30,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "assistant": "assistant", "model": "assistant", "tool": "tool", "observation": "tool",
-    "function_response": "tool", "function_call": "assistant",
+    "function_response": "tool", "function_call": "tool_call",
 }  # fmt: skip
 
 
@@ -58,12 +59,10 @@ def read_turn(turn: Any, number: int) -> Fields:
     if role is None:
         raise ValueError(f"turn {number} is from {quote(speaker)}, allowed: {', '.join(SHAREGPT_ROLES)}")
     others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    value = turn.get("value")
     if speaker == "function_call":
-        calls = read_embedded_json(turn.get("value"), f"turn {number} (function_call): 'value'")
-        calls = calls if isinstance(calls, list) else [calls]
-        calls = [{"type": "function", "function": call} for call in calls]
-        return {"role": role, "content": None, "tool_calls": calls} | others
-    return {"role": role, "content": turn.get("value")} | others
+        value = read_embedded_json(value, f"turn {number} (function_call): 'value'")
+    return {"role": role, "content": value} | others
 
 
 def read_alpaca(row: Fields) -> conversation.Chat:
@@ -89,12 +88,20 @@ def build_chat(messages: list[Any], row: Fields) -> conversation.Chat:
     unmask = row.get("unmask")
     if not isinstance(unmask, bool | None):
         raise ValueError(f"'unmask' is {quote(unmask)}, allowed: true, false")
-    messages = [read_message(message, number) for number, message in enumerate(messages, start=1)]
-    for number, message in enumerate(messages, start=1):
+    numbered, changes = normalize(messages)
+    messages = []
+    for number, message in numbered:
+        message = read_message(message, number)
         check_message(message, number)
-    messages = [read_marks(message, number) for number, message in enumerate(messages, start=1)]
-    tools = read_tools(row)
-    return conversation.Chat(messages, bool(unmask), tools, template_args=read_template_args(row))
+        messages.append(read_marks(message, number))
+    return conversation.Chat(
+        messages, bool(unmask), read_tools(row), template_args=read_template_args(row), changes=changes
+    )
+
+
+def count_messages(messages: list[Any]) -> int:
+    """How many messages a chat that begins with these has of them."""
+    return len(normalize(messages)[0])
 
 
 def read_template_args(row: Fields) -> Fields | None:
@@ -129,6 +136,9 @@ def check_message(message: Any, number: int) -> None:
         alone = " ('pretrain' only as a row's single message)" if role == conversation.PRETRAIN else ""
         raise ValueError(f"message {number} has the role {quote(role)}, allowed: {', '.join(ROLES)}{alone}")
     where = f"message {number} ({role})"
+    for key in ("function_call", "function_calls"):
+        if message.get(key) is not None:
+            raise ValueError(f"{where} has {key!r}, OpenAI's form before 'tool_calls': write it as 'tool_calls'")
     calls = message.get("tool_calls")
     if not isinstance(calls, list | None) or not all(isinstance(call, dict) for call in calls or []):
         raise ValueError(f"{where} has the tool_calls {quote(calls)}, expected a list of objects")
@@ -138,8 +148,6 @@ def check_message(message: Any, number: int) -> None:
     text = join_parts(content, where) if isinstance(content, list) else content
     if not (isinstance(text, str) or (text is None and calls)) or not (may_be_empty or text.strip()):
         raise ValueError(f"{where} has the content {quote(content)}, expected text")
-    if message.get("function_call") is not None:
-        raise ValueError(f"{where} has 'function_call', which is not supported: write it as 'tool_calls'")
 
 
 def join_parts(content: list[Any], where: str) -> str:

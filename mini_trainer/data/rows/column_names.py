@@ -32,6 +32,18 @@ MEANINGS = {
     "whether an answer is good or bad": (
         *("label", "labels", "kto*", "desirable*", "undesirable*", "thumb", "thumbs", "thumb_*", "thumbs_*"),
         *("feedback", "correct", "is_correct", "is_good", "is_bad", "is_chosen", "is_rejected", "is_preferred"),
+        *(
+            "correctness*",
+            "resolved",
+            "is_resolved",
+            "solved",
+            "is_solved",
+            "passed",
+            "is_passed",
+            "success",
+            "is_success",
+        ),
+        *("successful", "is_successful", "verified", "is_verified", "*_verify", "is_reasoning_complete"),
     ),
     "how good an answer is": ("score*", "reward*", "rating*", "rank", "ranks", "ranking*", "advantage*"),
     WEIGHING: (
@@ -51,6 +63,7 @@ HINTS = {
     "labels": "--format classification reads labels",
     "image": "--images reads images of chats",
     "images": "--images reads images of chats",
+    "functions": "OpenAI's form before 'tools': write them as tools, and each function_call as tool_calls",
     "system": "a system prompt can be a message of its own",
     "system_prompt": "a system prompt can be a message of its own",
     "loss": "a message's loss (true or false) is its train here",
@@ -218,15 +231,17 @@ def check_keys(message: Any, prefix: str, ignored: Names, tally: Counter[str], *
     return checked
 
 
-def describe_unread(tally: Counter[str], ignored: Names) -> list[str]:
-    """A note on unread columns. ValueError for an `ignored` column that no row has."""
+def describe_unread(tally: Counter[str], ignored: Names, keys: Mapping[str, int]) -> list[str]:
+    """A note on unread columns and `keys` of messages, with their rows. ValueError for an `ignored` column that no row
+    has."""
     unread = {name: count for name, count in sorted(tally.items()) if name not in ignored}
     missing = [name for name in ignored if name not in tally]
     if missing:
         others = f"; unread columns: {', '.join(map(show_name, unread))}" if unread else ""
         raise ValueError(f"--ignore-columns {quote_names(missing)}: no row has a value there{others}")
-    if not unread:
-        return []
-    shown = [f"{show_name(name)} ({count:,} {'row' if count == 1 else 'rows'})" for name, count in unread.items()]
-    more = f" and {len(shown) - NUM_COLUMNS_SHOWN} more" if len(shown) > NUM_COLUMNS_SHOWN else ""
-    return [f"unread columns: {', '.join(shown[:NUM_COLUMNS_SHOWN])}{more}"]
+    listed = []
+    for kind, counts in (("columns", unread), ("keys of messages", keys)):
+        shown = [f"{show_name(name)} ({count:,} {'row' if count == 1 else 'rows'})" for name, count in counts.items()]
+        more = f" and {len(shown) - NUM_COLUMNS_SHOWN} more" if len(shown) > NUM_COLUMNS_SHOWN else ""
+        listed += [f"{kind} {', '.join(shown[:NUM_COLUMNS_SHOWN])}{more}"] if shown else []
+    return [f"not read: {'; '.join(listed)}"] if listed else []

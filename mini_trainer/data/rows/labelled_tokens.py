@@ -1,11 +1,12 @@
 """Converts labelled rows to token ids, token types and targets, tokenized as transformers' tokenizers do by default."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mini_trainer.data.chat import rendering
 from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.normalizing import separate_reasoning
 from mini_trainer.data.columns.base import IGNORED, TOKENS
 from mini_trainer.data.rows.labelled import Content, Labelled, Labels, TextPair, Words, count_classes
 from mini_trainer.distributed.messages import one_line
@@ -50,15 +51,24 @@ class TokenizedText:
 
 
 class LabelledTokenizer:
-    """Tokenizes rows and encodes their labels. `truncates`: cut longer rows to `max_length` tokens."""
+    """Tokenizes rows and encodes their labels. `truncates`: cut longer rows to `max_length` tokens. `template_args`: of
+    the chat template."""
 
-    def __init__(self, tokenizer: Any, labels: Labels, *, max_length: int | None, truncates: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        labels: Labels,
+        *,
+        max_length: int | None,
+        truncates: bool,
+        template_args: Mapping[str, Any],
+    ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
                 f"{type(tokenizer).__name__} does not report the word of a token: use a model that has a fast"
                 " tokenizer (tokenizer.json)"
             )
-        self.tokenizer, self.labels = tokenizer, labels
+        self.tokenizer, self.labels, self.template_args = tokenizer, labels, template_args
         self.max_length = max_length if truncates else None
         tokenizer(["a"])  # sets the tokenizer to neither truncate nor pad
         self.backend = tokenizer.backend_tokenizer
@@ -102,8 +112,8 @@ class LabelledTokenizer:
             raise ValueError(
                 "the tokenizer has no chat template: name one with --chat-template, or use rows with a text"
             )
-        args = chat.template_args or {}
-        rendering.check_template_args(self.tokenizer, args)
+        args = {**self.template_args, **rendering.select_args(self.tokenizer, chat.template_args or {})}
+        chat = separate_reasoning(self.tokenizer, chat)
         with rendering.template_errors():
             messages = rendering.prepare_for(self.tokenizer, chat.messages)
             text = self.tokenizer.apply_chat_template(messages, tools=chat.tools, tokenize=False, **args)

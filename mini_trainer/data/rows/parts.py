@@ -36,7 +36,7 @@ from mini_trainer.distributed.lock import SECONDS_PER_BEAT, RunLock
 from mini_trainer.options import flag_name
 from mini_trainer.options.reading import hash_file, open_regular, read_document
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 # A row is the result of a chunk; `counts` is JSON: each side's kind of samples and totals, the reasons, the bytes read.
 SCHEMA = pa.schema({"samples": pa.list_(pa.large_binary()), "rejected": pa.large_binary(), "counts": pa.large_string()})
 # Classes whose objects the counts can hold, by name.
@@ -46,7 +46,7 @@ RECORDS = {
                 TrainedSpan, Pictures, Remark)
 }  # fmt: skip
 MAPPINGS = {"dict": dict, "Counter": Counter}
-MANIFEST = re.compile(r"part_[0-9]+_of_([0-9]+)\.meta\.json")
+MANIFEST = re.compile(r"part_([0-9]+)_of_([0-9]+)\.meta\.json")
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,20 @@ def list_parts(directory: Path, count: int) -> list[Part]:
     return [Part(directory, index, count) for index in range(1, count + 1)]
 
 
-def has_parts(directory: Path) -> bool:
-    """Whether there are parts that may be complete."""
-    return any(MANIFEST.fullmatch(path.name) for path in directory.glob("part_*.meta.json"))
+def find_parts(directory: Path) -> list[Part]:
+    """The parts in `directory` that may be complete, of any number of parts."""
+    names = map(MANIFEST.fullmatch, sorted(path.name for path in directory.glob("part_*.meta.json")))
+    return [Part(directory, int(name[1]), int(name[2])) for name in names if name is not None]
+
+
+def find_date(directory: Path) -> str | None:
+    """The date in the rows of a complete part; None if there is none."""
+    return next((part.content["made_with"].get("date") for part in find_parts(directory) if part.content), None)
 
 
 def find_count(directory: Path) -> int:
     """The number of parts that the complete ones in `directory` belong to."""
-    matches = map(MANIFEST.fullmatch, (path.name for path in directory.glob("part_*.meta.json")))
-    counts = sorted({int(match[1]) for match in matches if match is not None})
+    counts = sorted({part.count for part in find_parts(directory)})
     if len(counts) != 1:
         found = f"has parts of {' and of '.join(map(str, counts))}" if counts else "has no complete part"
         raise ValueError(f"--join: {directory} {found}: make all parts with the same number N in --shard I/N")
@@ -273,8 +278,9 @@ def find_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
             return f"the input {our_source[0]} has changed (name, size or time)"
     for name, value in ours.items():
         if theirs.get(name) != value:
-            is_number = isinstance(value, int)
-            return f"{name} was {theirs.get(name, 'an older one')}, is {value}" if is_number else f"{name} differs"
+            is_short = isinstance(value, int) or name == "date"
+            words = name.replace("_", " ")
+            return f"{words} was {theirs.get(name, 'an older one')}, is {value}" if is_short else f"{words} differs"
     return None
 
 

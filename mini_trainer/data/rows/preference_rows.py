@@ -313,10 +313,11 @@ def read_feedback(values: Fields, chunk: Chunk, tally: Counter[str], *, options:
     if is_whole:
         whole = read_messages(column_names.look_up(values, prompt_name), prompt_name, tally, ignored)
         messages = [*chat_rows.read_system(values), *whole]
-        num_prompt = len(messages) - 1
+        num_prompt = chat_rows.count_messages(messages) - 1
     else:
         beginning = [*chat_rows.read_system(values), *read_prompt(values, prompt_name, tally, ignored)]
-        messages, num_prompt = [*beginning, *read_answer(answer, name, tally, ignored)], len(beginning)
+        messages = [*beginning, *read_answer(answer, name, tally, ignored)]
+        num_prompt = chat_rows.count_messages(beginning)
     # Everything after the prompt's messages is trained on.
     tools = {key: values[key] for key in ("tools", chat_rows.TEMPLATE_ARGS) if key in values}
     chat = chat_rows.build_chat(messages, tools)

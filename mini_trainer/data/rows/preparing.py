@@ -13,6 +13,7 @@ import numpy as np
 
 from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
 from mini_trainer.data.chat.masking import ChatMasker, ImageExpander
+from mini_trainer.data.chat.rendering import set_date
 from mini_trainer.data.columns.base import FEEDBACK, SEQUENCES, VISION, DataTask
 from mini_trainer.data.rows import labelled
 from mini_trainer.data.rows.chat_rows import ImageFolders
@@ -49,10 +50,12 @@ class Prepared:
     stop_token_id: int | None
     open_turns: set[str]
     notes: list[str]
+    date: str | None  # that the chat template writes into rows; None if it writes none
 
 
-def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
-    """Loads the tokenizer, checks the template, and chooses how rows become samples."""
+def prepare(options: ProcessDataOptions, sources: list[Source], today: str) -> Prepared:
+    """Loads the tokenizer, checks the template, and chooses how rows become samples. `today`: the day on which the data
+    set was begun."""
     model_dir = find_model(
         options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
     )
@@ -63,29 +66,29 @@ def prepare(options: ProcessDataOptions, sources: list[Source]) -> Prepared:
         template, special_tokens = options.rows.chat_template, options.rows.add_special_tokens
         added_tokens = change_tokenizer(tokenizer, template=template, special_tokens=special_tokens)
     stop_token_id, open_turns, notes = None, set(), []
+    dated, template_args, date = set_date(tokenizer, parse_named_values(options.contents.template_args), today)
     if options.rows.mock_data is not None:
         preparation = prepare_random(tokenizer, options.rows)
     elif options.rows.format == labelled.CLASSIFICATION:
-        preparation = prepare_classification(tokenizer, sources, options.rows)
+        preparation = prepare_classification(dated, sources, options.rows, template_args)
     else:
         expander = None
         if options.rows.images:
             processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
             expander = ImageExpander(processor, directory=Path(options.output_file).resolve().parent)
         masker = ChatMasker(
-            tokenizer,
+            dated,
             stop_token_ids=load_stop_token_ids(model_dir),
             missing_stop_token=options.rows.missing_stop_token,
             thinking_prefix=options.rows.thinking_prefix,
-            strict_reasoning=options.contents.strict_reasoning,
+            refused=options.contents.refuse,
             expander=expander,
-            control_tokens=options.contents.control_tokens,
-            template_args=parse_named_values(options.contents.template_args),
+            template_args=template_args,
         )
         notes = check_template(masker, options)
         preparation = choose_preparation(masker, sources, options)
         stop_token_id, open_turns = masker.chats.find_stop_token(), masker.chats.open_turns
-    return Prepared(sources, model_dir, tokenizer, added_tokens, preparation, stop_token_id, open_turns, notes)
+    return Prepared(sources, model_dir, tokenizer, added_tokens, preparation, stop_token_id, open_turns, notes, date)
 
 
 def choose_paths(options: ProcessDataOptions) -> FieldPaths:
@@ -117,11 +120,17 @@ def choose_preparation(masker: ChatMasker, sources: Sequence[Source], options: P
 
 
 def prepare_classification(
-    tokenizer: Any, sources: Sequence[Source], options: RowOptions
+    tokenizer: Any, sources: Sequence[Source], options: RowOptions, template_args: dict[str, Any]
 ) -> Preparation[labelled.Labelled]:
     """Reads all rows for their labels; returns the preparation of rows."""
     labels = survey_labels(sources, options, num_workers=count_workers(sources, options))
-    made = LabelledTokenizer(tokenizer, labels, max_length=options.max_sample_num_tokens, truncates=options.truncate)
+    made = LabelledTokenizer(
+        tokenizer,
+        labels,
+        max_length=options.max_sample_num_tokens,
+        truncates=options.truncate,
+        template_args=template_args,
+    )
     return Preparation(labels.task, partial(labelled.read_labelled, options=options), made.tokenize)
 
 
@@ -133,7 +142,6 @@ def check_template(masker: ChatMasker, options: ProcessDataOptions) -> list[str]
     useless = {
         f"--missing-stop-token {options.rows.missing_stop_token}": options.rows.missing_stop_token != "refuse",
         "--thinking-prefix": options.rows.thinking_prefix != "as-rendered",
-        "--strict-reasoning": options.contents.strict_reasoning,
         "--template-args": bool(options.contents.template_args),
     }
     for flag, is_given in useless.items():

@@ -21,7 +21,8 @@ from typing import Any
 
 from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.conversation import Message, Tools
-from mini_trainer.data.chat.rendering import catch_error, check_template_args, prepare_for, template_errors
+from mini_trainer.data.chat.normalizing import separate_reasoning
+from mini_trainer.data.chat.rendering import catch_error, prepare_for, select_args, template_errors
 from mini_trainer.data.chat.tokens import count_ending
 from mini_trainer.data.rows.chat_rows import parse_turns, require_text
 from mini_trainer.data.rows.column_names import Fields
@@ -172,7 +173,11 @@ def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
             f"{prompt.place}: a chat, but the tokenizer has no chat template: give prompts as text, or use a chat model"
         )
     try:
-        check_template_args(tokenizer, prompt.template_args or {})
+        prompt = replace(
+            prompt,
+            messages=separate_reasoning(tokenizer, conversation.Chat(prompt.messages)).messages,
+            template_args=select_args(tokenizer, prompt.template_args or {}),
+        )
         check_completeness(prompt, tokenizer)
         return apply_template(prompt, prompt.messages, prompt.tools, tokenizer), True
     except ValueError as error:

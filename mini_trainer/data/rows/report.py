@@ -7,14 +7,14 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
-from mini_trainer.data.chat.conversation import DIVIDED, Remark
-from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY, UNTRAINED_REASONING
-from mini_trainer.data.chat.tokens import CONTROL
+from mini_trainer.data.chat.conversation import DIVIDED, NORMALIZED, Remark
+from mini_trainer.data.chat.linting import DOUBTS
+from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY
 from mini_trainer.data.columns.base import COLUMNS, DataTask, format_count
 from mini_trainer.data.rows.column_names import count_column
 from mini_trainer.data.rows.files import Source
@@ -28,26 +28,22 @@ SECONDS_PER_LINE = 10  # between progress lines without a terminal
 MAX_REASON_KINDS = 200  # further kinds of reasons are counted together
 MAX_REMARK_KINDS = 200  # further remarks are counted without their texts
 LOST_NULLS, MISSING_CELL = "lost nulls", "missing cell"  # kinds of remarks on rows of tables
-NUM_REMARKS_SHOWN = {UNREAD_KEY: 20, MISSING_CELL: 10}  # by kind
-NUM_SHOWN_OF_OTHER_KINDS = 2
-REMARKS = {
+NUM_EXAMPLES = 8  # of a kind of remark
+REMARKS = {  # {prompted}, {rendered}, {place}: of the most frequent remark of the kind; {all}: of each
     AS_RENDERED: "THE MODEL IS NOT TRAINED AS IT IS PROMPTED: the generation prompt ends with {prompted}, and the last"
     " answer is trained after {rendered} (see --thinking-prefix in docs/reference/data.md)",
     EARLIER: "an answer before the last is trained after {rendered}, as the template writes it there; the generation"
     " prompt ends with {prompted}",
     AS_PROMPTED: "the last answer is trained after the generation prompt's {prompted}, and begins with {rendered}"
     " (--thinking-prefix train-as-prompted)",
-    UNTRAINED_REASONING: "the chat template leaves out the reasoning of an answer, which is trained on without it"
-    " (--strict-reasoning refuses such rows)",
     LOST_NULLS: "nulls within {prompted} are left out (first {place}): Parquet also has them where a row lacks a key"
     " that others have; to keep those that a row has, write {prompted} as JSON text",
-    MISSING_CELL: "the cell in the column {prompted} is the text {rendered} (first {place}), which pandas and Python"
-    " print for missing values; it is read as that text: leave such cells empty if nothing is there",
+    MISSING_CELL: "cells are texts that pandas and Python print for missing values, and read as they are: {all} (first"
+    " {place}); leave such cells empty if nothing is there",
     DIVIDED: "the tokenizer would merge the end of the prompt and the beginning of an answer into one token; they are"
     " encoded separately, as at inference, and all of the answer is trained on",
-    CONTROL: "the texts have the control token {rendered}, which the model reads as such, and learns to write where"
-    " it is trained on (first {place}; see --control-tokens)",
-    UNREAD_KEY: "the chat template does not write the key {rendered} of messages ({prompted})",
+    NORMALIZED: "read in another form: {all} (see docs/reference/data.md)",
+    **{kind: f"{said} (first {{place}}; --refuse {kind})" for kind, said in DOUBTS.items()},
 }
 VARIABLE_PART = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d[\d,]*")
 
@@ -65,6 +61,7 @@ class Totals:
     reasons: Counter[str] = field(default_factory=Counter)  # invalid rows by their reasons
     columns: Counter[str] = field(default_factory=Counter)  # rows by unread columns
     stops: Counter[str] = field(default_factory=Counter)  # kept rows: all, with a trained stop token, with one appended
+    kinds: Counter[str] = field(default_factory=Counter)  # kept rows by the kinds of their remarks
     remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by the remarks on their answers
     places: dict[Remark, str] = field(default_factory=dict)  # of the first row with a remark
     labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
@@ -86,6 +83,12 @@ class Totals:
     def samples(self) -> list[TokenizedSample]:
         return [sample for _, sample in self.shown]
 
+    @property
+    def unread_keys(self) -> dict[str, int]:
+        """Rows by keys of messages that the chat template does not write, each with its message's role."""
+        found = sorted((one.rendered, one.prompted, n) for one, n in self.remarks.items() if one.kind == UNREAD_KEY)
+        return {f"{key} of {role}" if role else "others": num_rows for key, role, num_rows in found}
+
     def add_sample(self, sample: TokenizedSample, lot: float) -> None:
         self.lengths[len(sample.tokens.input_ids)] += 1
         self.num_loss_counted_tokens += sample.tokens.num_loss_counted_tokens
@@ -103,6 +106,12 @@ class Totals:
         is_known = kind in self.reasons or len(self.reasons) < MAX_REASON_KINDS
         self.reasons[kind if is_known else "other reasons"] += count
 
+    def add_remarks(self, remarks: Iterable[Remark], place: str) -> None:
+        """Counts a row's remarks."""
+        self.kinds.update({remark.kind for remark in remarks})
+        for remark in set(remarks):
+            self.count_remark(remark, 1, place)
+
     def count_remark(self, remark: Remark, count: int, place: str) -> None:
         is_known = remark in self.remarks or len(self.remarks) < MAX_REMARK_KINDS
         counted = remark if is_known else Remark(remark.kind)
@@ -116,6 +125,7 @@ class Totals:
         for name, count in other.columns.items():
             count_column(self.columns, name, count)
         self.stops.update(other.stops)
+        self.kinds.update(other.kinds)
         for remark, count in other.remarks.items():
             self.count_remark(remark, count, other.places[remark])
         self.labels.update(other.labels)
@@ -205,18 +215,25 @@ def describe_lengths(totals: Totals, task: DataTask, *, model_max_length: int) -
 
 
 def describe_remarks(totals: Totals) -> list[str]:
-    """Notes on answers trained after text other than the generation prompt or without their reasoning, on keys that the
-    template does not write, and on values that tables may have lost."""
-    notes, shown = [], Counter()
-    for remark, count in sorted(totals.remarks.items(), key=lambda item: (-item[1], repr(item[0]))):
-        if remark.kind == MISSING_CELL and remark.prompted in totals.columns:
-            continue  # the column is not read
-        shown[remark.kind] += 1
-        if shown[remark.kind] <= NUM_REMARKS_SHOWN.get(remark.kind, NUM_SHOWN_OF_OTHER_KINDS):
-            said = REMARKS[remark.kind].format(
-                prompted=repr(remark.prompted), rendered=repr(remark.rendered), place=totals.places[remark]
-            )
-            notes.append(f"{count:,} of {totals.rows['kept']:,} rows: {said}")
+    """A note on each kind of remark, with the number of rows that have one."""
+    notes = []
+    for kind, count in sorted(totals.kinds.items(), key=lambda item: (-item[1], item[0])):
+        if kind == UNREAD_KEY:  # `describe_unread` names them
+            continue
+        own = [item for item in totals.remarks.items() if item[0].kind == kind]
+        own.sort(key=lambda item: (-item[1], repr(item[0])))
+        listed = [
+            f"{one.rendered!r} ({one.prompted})" if one.prompted else one.rendered for one, _ in own if one.rendered
+        ]
+        more = f" and {len(own) - NUM_EXAMPLES} more" if len(own) > NUM_EXAMPLES else ""
+        first = own[0][0]
+        said = REMARKS[kind].format(
+            prompted=repr(first.prompted),
+            rendered=repr(first.rendered),
+            place=totals.places[first],
+            all=", ".join(listed[:NUM_EXAMPLES]) + more,
+        )
+        notes.append(f"{count:,} of {totals.rows['kept']:,} rows: {said}")
     return notes
 
 

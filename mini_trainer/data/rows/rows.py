@@ -143,10 +143,9 @@ def process_chunk(
             # What a row of a table may have lost: nulls of its own, and missing values that became text.
             remarks = [Remark(LOST_NULLS, place) for place in row.lost]
             if chunk.encoding == "table":
-                cells = row.value.items()
+                cells = [cell for cell in row.value.items() if cell[0] not in training.totals.columns]
                 remarks += [Remark(MISSING_CELL, name, cell) for name, cell in cells if cell in PRINTED_AS_MISSING]
-            for remark in remarks:
-                side.totals.count_remark(remark, 1, sample.place)
+            side.totals.add_remarks(remarks, sample.place)
             if preparation.stop_token_ids is not None:
                 count_stops(side.totals, tokens, preparation.stop_token_ids)
             if not cuts_blocks:
@@ -172,8 +171,7 @@ def count_kept(totals: Totals, sample: TokenizedSample) -> None:
         totals.rows["truncated"] += sample.tokens.is_truncated
         totals.labels.update(sample.tokens.label_counts)
     else:
-        for remark in set(sample.tokens.remarks):
-            totals.count_remark(remark, 1, sample.place)
+        totals.add_remarks(sample.tokens.remarks, sample.place)
     for span in sample.tokens.spans:
         totals.trained_by_role[span.role] += span.num_targets
 

@@ -6,19 +6,19 @@ cache, by a key made of the rows' content, the options and the tokenizer.
 A data set is renamed to its name after its other files, so one that exists is complete.
 """
 
-import dataclasses
 import hashlib
 import io
+import json
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mini_trainer.data.columns.base import COLUMNS, DataTask
 from mini_trainer.data.rows.files import Source, find_sources
 from mini_trainer.data.rows.hub_rows import find_revision, list_files
-from mini_trainer.data.rows.labelled import CLASSIFICATION
 from mini_trainer.data.rows.report import DROPPED, Totals
 from mini_trainer.data.stores import disk
 from mini_trainer.data.stores.contents import hash_once
@@ -34,7 +34,7 @@ from mini_trainer.data.tokenized.reader import FORMAT_VERSION
 from mini_trainer.distributed.messages import hide_in
 from mini_trainer.options import RowOptions
 from mini_trainer.options.reading import hash_file, read_object
-from mini_trainer.options.tools import ContentOptions, ProcessDataOptions
+from mini_trainer.options.tools import ContentOptions
 from mini_trainer.options.urls import is_url
 
 
@@ -42,19 +42,19 @@ def describe_data_set(
     totals: Totals,
     task: DataTask,
     *,
-    options: ProcessDataOptions,
+    made_with: dict[str, Any],
+    model_name_or_path: str,
     sources: Sequence[Source],
-    tokenizer: Any,
     stop_token_id: int | None,
     added_tokens: dict[str, int],
 ) -> dict[str, Any]:
-    """The sidecar's content; docs/reference/data.md explains each key. Independent of --num-proc."""
-    columns = COLUMNS[task.objective]
+    """The sidecar's content; docs/reference/data.md explains each key. Independent of --num-proc. `made_with`: from
+    `describe_dependencies`."""
+    columns, model = COLUMNS[task.objective], Path(model_name_or_path)
     row_keys = ("blank_lines", "in", "kept", *DROPPED, *(("truncated",) if columns.has_labels else ()))
     return {
-        "format_version": FORMAT_VERSION,
-        "tokenizer_fingerprint": fingerprint_tokenizer(tokenizer),
-        "chat_template_fingerprint": fingerprint_chat_template(tokenizer),
+        **hide_in(made_with),
+        "model_name_or_path": model.resolve().name if model.is_dir() else model_name_or_path,
         "stop_token_id": stop_token_id,
         "max_token_id": totals.max_token_id,
         "num_samples": totals.num_samples,
@@ -64,8 +64,6 @@ def describe_data_set(
         "max_len": max(totals.lengths),
         "rows": {key: totals.rows[key] for key in row_keys},
         "sources": [{"file": one.name, "format": one.format, "sha256": one.sha256} | find_mark(one) for one in sources],
-        "options": hide_in(describe_options(options)),
-        "versions": describe_versions(),
         "has_loss_weights": totals.has_weights,
         "added_special_tokens": added_tokens,
         "stop_tokens": {"rows_that_train_one": totals.stops["trained"], "appended": totals.stops["appended"]},
@@ -73,30 +71,19 @@ def describe_data_set(
     }
 
 
-def is_made_of(path: Path, sources: Sequence[Source], options: ProcessDataOptions, *, tokenizer: Any) -> bool:
-    """Whether a sidecar describes the result of these files with these options; reads local files for their hashes.
-    Also False if it cannot show that: with options that it does not record, and remote files without a version.
+def is_made_of(path: Path, sources: Sequence[Source], made_with: dict[str, Any]) -> bool:
+    """Whether a sidecar describes the result of these files with these dependencies, begun on any day; reads local
+    files for their hashes. Also False if it cannot show that: for remote files without a version.
     """
     try:
         sidecar = read_object(path)
     except ValueError:
         return False
-    recorded = describe_options(options)
-    given, defaults = vars(options.rows) | vars(options.contents), vars(RowOptions()) | vars(ContentOptions())
-    unrecorded = given.keys() - recorded.keys() - {"input_file", "num_proc"} | {"labels_from"}
-    found = {
-        "format_version": FORMAT_VERSION,
-        "tokenizer_fingerprint": fingerprint_tokenizer(tokenizer),
-        "chat_template_fingerprint": fingerprint_chat_template(tokenizer),
-        "options": hide_in(recorded),
-        "versions": describe_versions(),
-    }
     entries = sidecar.get("sources", [])
     return (
         len(entries) == len(sources)
         and all(source.read is None for source in sources)
-        and all(given[name] == defaults[name] for name in unrecorded)
-        and all(sidecar.get(name) == value for name, value in found.items())
+        and all(sidecar.get(name) == value for name, value in hide_in(made_with).items() if name != "date")
         and all(is_source(entry, source) for entry, source in zip(entries, sources, strict=True))
     )
 
@@ -112,30 +99,32 @@ def is_source(entry: dict[str, Any], source: Source) -> bool:
     return found.items() <= entry.items() and None not in found.values()
 
 
-def describe_options(options: ProcessDataOptions) -> dict[str, Any]:
-    """The options that the data depends on; files and directories by their names only."""
-    model, of_labels = Path(options.model_name_or_path), {}
-    if options.rows.format == CLASSIFICATION:
-        of_labels = {name: getattr(options.rows, name) for name in ("truncate", "label_separator")}
-        of_labels["labels_from"] = None if options.rows.labels_from is None else Path(options.rows.labels_from).name
-    return {
-        "model_name_or_path": model.resolve().name if model.is_dir() else options.model_name_or_path,
-        "format": options.rows.format,
-        "chat_template": None if options.rows.chat_template is None else Path(options.rows.chat_template).name,
-        "add_special_tokens": list(options.rows.add_special_tokens),
-        "max_sample_num_tokens": options.rows.max_sample_num_tokens,
-        "block_size": options.rows.block_size,
-        "validation_share": options.rows.validation_share,
-        "skip_invalid": options.rows.skip_invalid,
-        **of_labels,
-        "missing_stop_token": options.rows.missing_stop_token,
-        "columns": list(options.rows.columns),
-        "ignore_columns": list(options.rows.ignore_columns),
-        "thinking_prefix": options.rows.thinking_prefix,
-        "strict_reasoning": options.contents.strict_reasoning,
-        "control_tokens": options.contents.control_tokens,
-        "template_args": list(options.contents.template_args),
+def describe_dependencies(
+    options: RowOptions, contents: ContentOptions, *, tokenizer: Any, model_dir: str, date: str | None
+) -> dict[str, Any]:
+    """All that a data set depends on besides its rows, for its sidecar, its parts and its place in the cache, as JSON.
+    `date`: the one that the chat template writes."""
+    values = {name: value for name, value in asdict(options).items() if name not in HOW_ONLY} | asdict(contents)
+    if options.input_dataset is not None and Path(options.input_dataset).exists():
+        del values["input_dataset"]
+    files = {}
+    for name in ("chat_template", "labels_from"):
+        if values[name] is not None and Path(values[name]).is_file():
+            sidecar = Path(f"{values[name]}.meta.json")
+            files[name] = hash_file(sidecar if sidecar.is_file() else Path(values[name]))
+            values[name] = Path(values[name]).name
+    found = {
+        "format_version": FORMAT_VERSION,
+        "options": values,
+        "files": files,
+        "tokenizer_fingerprint": fingerprint_tokenizer(tokenizer),
+        "chat_template_fingerprint": fingerprint_chat_template(tokenizer),
+        "special_tokens": [tokenizer.all_special_tokens, load_stop_token_ids(model_dir)],
+        "images": identify_images(options, model_dir),
+        "date": date,
+        "versions": describe_versions(),
     }
+    return json.loads(json.dumps(found))  # as it is read back
 
 
 def describe_versions() -> dict[str, str]:
@@ -153,17 +142,10 @@ HOW_ONLY = ("input_file", "num_proc")  # options that do not affect the content 
 def find_outputs(options: RowOptions, model_dir: str, *, cache_dir: Path, trust_remote_code: bool) -> Outputs:
     """Paths of the tokenized rows, existing or not. Reads all files of rows; ValueError if that fails."""
     tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
-    key = hash_json(
-        {
-            "rows": identify_rows(options),
-            "options": identify_options(options),
-            "tokenizer": fingerprint_tokenizer(tokenizer),
-            "chat template": fingerprint_chat_template(tokenizer),
-            "images": identify_images(options, model_dir),
-            "special tokens": [tokenizer.all_special_tokens, load_stop_token_ids(model_dir)],
-            "versions": [FORMAT_VERSION, describe_versions()],
-        }
-    )
+    dependencies = describe_dependencies(
+        options, ContentOptions(), tokenizer=tokenizer, model_dir=model_dir, date=None
+    )  # a data set keeps the date on which it was made
+    key = hash_json([identify_rows(options), dependencies])
     data = cache_dir / key[:KEY_LENGTH] / f"{name_rows(options)}.arrow"
     return Outputs(data, page=None, is_split=options.validation_share is not None)
 
@@ -190,25 +172,13 @@ def identify_source(source: Source) -> Any:
         return hashlib.file_digest(io.BufferedReader(file), "sha256").hexdigest()
 
 
-def identify_options(options: RowOptions) -> dict[str, Any]:
-    """The options by name, with the hash of the content for options that name a file."""
-    values = {name: value for name, value in dataclasses.asdict(options).items() if name not in HOW_ONLY}
-    if options.input_dataset is not None and Path(options.input_dataset).exists():
-        del values["input_dataset"]
-    for name in ("chat_template", "labels_from"):
-        if values[name] is not None and Path(values[name]).is_file():
-            sidecar = Path(f"{values[name]}.meta.json")
-            values[name] = hash_file(sidecar if sidecar.is_file() else Path(values[name]))
-    return values
-
-
 def identify_images(options: RowOptions, model_dir: str) -> Any:
     """Further identifiers of rows with images: the directories of their files, and the processor's configuration."""
     if not options.images:
         return None
     directories = [str(source.path.resolve().parent) for source in find_sources(options.input_file)]
     prepares = [Path(model_dir, name) for name in ("preprocessor_config.json", "processor_config.json")]
-    return directories, [hash_file(path) for path in prepares if path.is_file()]
+    return hash_json(directories), [hash_file(path) for path in prepares if path.is_file()]
 
 
 def name_rows(options: RowOptions) -> str:

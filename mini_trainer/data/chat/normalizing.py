@@ -1,0 +1,182 @@
+"""One form of a chat, before anything renders it: rows say the same in many forms, and templates read one of them.
+
+| a row has                                                      | becomes                                           |
+|----------------------------------------------------------------|---------------------------------------------------|
+| no content, or null, beside calls                              | the content ""                                    |
+| reasoning as `thinking` or `reasoning`                         | `reasoning_content`                               |
+| Harmony's channels: analysis, commentary to a function, final  | one message's reasoning, calls and content        |
+| messages of the roles `tool_call` and `tool_response`          | calls of the assistant's message, `tool`          |
+| `<think>...</think>`, or `...</think>`, before an answer       | `reasoning_content`, if the template writes that  |
+
+Nothing is invented, and a message of which it is not certain what it says is refused. Only the last line depends on the
+template: `normalize` is for rows, `separate_reasoning` for everything that renders a chat.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mini_trainer.data.chat import conversation
+from mini_trainer.data.chat.conversation import ASSISTANT, REASONING_KEYS, Chat, Message
+from mini_trainer.data.chat.reasoning import THOUGHT, split_reasoning
+from mini_trainer.data.chat.rendering import EXCHANGE, cached_by_template, make_tool, prepare_contents, try_template
+from mini_trainer.data.stores.json_lines import quote, read_embedded_json
+
+REASONING = REASONING_KEYS[0]
+CHANNELS = "Harmony's channels"
+CALLS = "messages of calls"
+EMPTY = "null or missing contents beside calls"
+NAMED = "reasoning under another key"
+WITHIN = "reasoning within contents"
+OF_HARMONY = ("channel", "recipient", "content_type")
+MARKS = ("train", "training", "weight")
+TOOL_ROLES = {"tool_call": ASSISTANT, "tool_response": "tool"}  # of ms-swift
+
+
+def normalize(messages: Sequence[Any]) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
+    """The row's messages in one form, each with its number in the row, and what was changed. Values that are no
+    messages stay, to be refused with their reason. ValueError for messages of which it is not certain what they say."""
+    found: list[tuple[int, Any]] = []
+    changes: dict[str, None] = {}
+    for number, given in enumerate(messages, start=1):
+        if not isinstance(given, dict) or not isinstance(given.get("role"), str) or is_usual(given):
+            found.append((number, given))
+            continue
+        where = f"message {number} ({given.get('role')})"
+        message, change = read_piece(given, where)
+        if change is not None:
+            changes[change] = None
+        if change is not None and found and (joined := join(found[-1][1], message, where)) is not None:
+            found[-1] = found[-1][0], joined
+        else:
+            found.append((number, message))
+    for i, (number, message) in enumerate(found):
+        if isinstance(message, dict) and message.get("role") == ASSISTANT:
+            message, own = read_answer(message, f"message {number} ({ASSISTANT})")
+            found[i] = number, message
+            changes |= dict.fromkeys(own)
+    return found, tuple(changes)
+
+
+def is_usual(message: Message) -> bool:
+    return len(message) == 2 and message["role"] not in TOOL_ROLES and message.get("content") is not None
+
+
+def read_piece(message: Message, where: str) -> tuple[Message, str | None]:
+    """The message, or the part of the assistant's message that it is, and what was changed."""
+    role = message.get("role")
+    if role in TOOL_ROLES:
+        others = {key: value for key, value in message.items() if key != "content"} | {"role": TOOL_ROLES[role]}
+        if role == "tool_response":
+            return message | others, CALLS
+        calls = message.get("content")
+        calls = read_embedded_json(calls, f"{where}: 'content'") if isinstance(calls, str) else calls
+        calls = calls if isinstance(calls, list) else [calls]
+        return others | {"tool_calls": [{"type": "function", "function": call} for call in calls]}, CALLS
+    channel, recipient, content_type = (message.get(key) for key in OF_HARMONY)
+    if channel is None and recipient is None:
+        return message, None
+    others = {key: value for key, value in message.items() if key not in OF_HARMONY}
+    if role == "tool":
+        name = message.get("name")
+        return others | ({"name": name.removeprefix("functions.")} if isinstance(name, str) else {}), CHANNELS
+    if role != ASSISTANT:
+        return message, None
+    text = join_text(others.pop("content", None))
+    if text is None:
+        raise ValueError(f"{where} has the content {quote(message.get('content'))} on a channel, expected text")
+    is_call = recipient not in (None, "all")
+    if channel == "final" and not is_call:
+        return others | {"content": text}, CHANNELS
+    if channel == "analysis" and not is_call:
+        return others | {REASONING: text}, CHANNELS
+    if channel == "commentary" and is_call and "json" in (content_type or "json"):
+        call = {"name": str(recipient).removeprefix("functions."), "arguments": text}
+        return others | {"tool_calls": [{"type": "function", "function": call}]}, CHANNELS
+    raise ValueError(
+        f"{where} has the channel {quote(channel)} and the recipient {quote(recipient)}, for which templates have no"
+        " place; read are: analysis (as reasoning), commentary to a function with JSON (as its call), and final"
+    )
+
+
+def join_text(content: Any) -> str | None:
+    """The text of a content; None if it has anything else."""
+    if isinstance(content, list) and all(map(conversation.is_text_part, content)):
+        return "".join(part["text"] for part in content)
+    return content if isinstance(content, str) else None
+
+
+def join(before: Any, piece: Message, where: str) -> Message | None:
+    """The message with the piece that continues it; None if the piece begins a message of its own."""
+    if not isinstance(before, dict) or (before.get("role"), piece["role"]) != (ASSISTANT, ASSISTANT):
+        return None
+    calls = before.get("tool_calls") or []
+    if "tool_calls" in piece and isinstance(calls, list):
+        joined = before | piece | {"tool_calls": [*calls, *piece["tool_calls"]]}
+    elif "content" in piece and REASONING in before and not calls and before.get("content") is None:
+        joined = before | piece
+    elif REASONING in piece and REASONING in before and not calls and before.get("content") is None:
+        raise ValueError(f"{where} is a second reasoning before one answer: join them")
+    else:
+        return None
+    if any(before.get(mark) != piece.get(mark) for mark in MARKS):
+        raise ValueError(f"{where} is one turn with the message before it, but not marked alike ({', '.join(MARKS)})")
+    return joined
+
+
+def read_answer(message: Message, where: str) -> tuple[Message, list[str]]:
+    """An assistant's message in one form, and what was changed."""
+    changes = []
+    if message.get("tool_calls") and message.get("content") is None:
+        message = message | {"content": ""}
+        changes.append(EMPTY)
+    given = {key: message[key] for key in REASONING_KEYS if message.get(key) is not None}
+    if not given:
+        return message, changes
+    first, *others = given.values()
+    if any(other != first for other in others):
+        raise ValueError(f"{where} has different reasoning in {' and '.join(map(repr, given))}: leave one out")
+    message = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+    within = split_reasoning(join_text(message.get("content")) or "")
+    if first and within is not None and within[0]:
+        if not isinstance(first, str) or within[0].strip() != first.strip():
+            raise ValueError(
+                f"{where} has different reasoning in {next(iter(given))!r} and in its content: leave one out"
+            )
+        return message, [*changes, NAMED]
+    return message | {REASONING: first}, [*changes, NAMED] if REASONING not in given else changes
+
+
+def separate_reasoning(tokenizer: Any, chat: Chat) -> Chat:
+    """The chat with reasoning out of the assistant's contents, if the chat template writes it from a key of its own.
+    ValueError for reasoning on a channel that the template cannot write."""
+    messages = [message for message in chat.messages if message["role"] == ASSISTANT]
+    if CHANNELS in chat.changes and any(REASONING in one for one in messages) and not writes_reasoning(tokenizer):
+        raise ValueError("has reasoning on a channel of its own, which the chat template does not write")
+    within = {id(message): take_out(message) for message in messages if message.get(REASONING) is None}
+    if not any(within.values()) or not writes_reasoning(tokenizer):
+        return chat
+    return replace(
+        chat,
+        messages=[within.get(id(message)) or message for message in chat.messages],
+        changes=(*chat.changes, WITHIN),
+    )
+
+
+def take_out(message: Message) -> Message | None:
+    """The message with its content's reasoning under its key; None if the content has none, or no answer after it."""
+    content = message.get("content")
+    text = content if isinstance(content, str) else join_text(content) if len(content or ()) == 1 else None
+    parts = split_reasoning(text) if text else None
+    if parts is None or not parts[0] or not (parts[1] or conversation.has_calls(message)):
+        return None
+    said = parts[1] if isinstance(content, str) else [{"type": "text", "text": parts[1]}]
+    return message | {"content": said, REASONING: parts[0]}
+
+
+@cached_by_template
+def writes_reasoning(tokenizer: Any) -> bool:
+    """Whether the template writes the reasoning of a conversation's last answer from a key of its own."""
+    question, answer = EXCHANGE
+    messages = prepare_contents(tokenizer, [question, {**answer, REASONING: THOUGHT}])
+    return any(THOUGHT in (try_template(tokenizer, messages, tools) or "") for tools in (None, [make_tool({})]))

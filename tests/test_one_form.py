@@ -1,0 +1,328 @@
+"""Rows that say the same in other forms, doubtful rows, and what a data set depends on beside its rows."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from data_runs import tokenize_rows
+from stock_templates import TEMPLATES, make_tokenizer
+from trait_templates import PROMPTED_REASONING
+from tiny_data import write_jsonl
+from tiny_models import SHAPE, save_model
+from transformers import LlamaConfig
+
+from mini_trainer.data.chat import linting
+from mini_trainer.data.chat.conversation import NORMALIZED, Remark, TokenizedChat
+from mini_trainer.data.chat.linting import DOUBTS
+from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.chat.rendering import set_date
+from mini_trainer.data.rows import files, preparing
+from mini_trainer.data.rows.column_names import find_meaning
+from mini_trainer.data.rows.formats import find_format, read_example
+from mini_trainer.data.rows.prompts import encode_prompt, read_prompt
+from mini_trainer.options import doors
+
+QWEN3, OSS, CHATML = "trl:qwen3", "trl:gptoss", "smollm2"
+USER = {"role": "user", "content": "How many?"}
+ANSWER = {"role": "assistant", "content": "Five."}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"terms": "2, 3"}}}
+RESULT = {"role": "tool", "content": "5", "name": "add"}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
+    "type": "object", "properties": {"terms": {"type": "string", "description": "Which."}}}}}  # fmt: skip
+
+
+def make_masker(name: str, **options: object) -> ChatMasker:
+    drops = "reasoning only in contents"
+    template, stops = (PROMPTED_REASONING[drops][0], ("<|im_end|>",)) if name == drops else TEMPLATES[name]
+    tokenizer = make_tokenizer(template, stops)
+    stop_token_ids = tokenizer.convert_tokens_to_ids(list(stops))
+    return ChatMasker(tokenizer, stop_token_ids=stop_token_ids, missing_stop_token="allow", **options)
+
+
+def mask(masker: ChatMasker, row: dict) -> TokenizedChat | ValueError:
+    (masked,) = masker.mask([read_example(row, find_format(row), is_given=False)])
+    return masked
+
+
+def said(content: object = None, **keys: object) -> dict:
+    return {"role": "assistant", "content": content, **keys}
+
+
+def on(channel: str, content: str, **keys: object) -> dict:
+    return {"role": "assistant", "channel": channel, "content": content, **keys}
+
+
+REASONED, CALLED = (
+    [USER, said("Five.", reasoning_content="Count.")],
+    [USER, said("", tool_calls=[CALL]), RESULT, ANSWER],
+)
+SAME = {  # rows that say the same as the first of each list
+    "reasoning": [
+        REASONED,
+        [USER, said("Five.", thinking="Count.")],
+        [USER, said("Five.", reasoning="Count.", thinking="Count.")],
+        [USER, said("<think>\nCount.\n</think>\n\nFive.")],
+        [USER, said("Count.\n</think>\n\nFive.")],
+        [USER, said("[THINK]Count.[/THINK]Five.")],
+        [USER, said([{"type": "text", "text": "<think>Count.</think>Five."}])],
+        [USER, said("<think>Count.</think>Five.", reasoning_content="Count.\n")],
+        [USER, on("analysis", "Count."), on("final", "Five.")],
+        [USER, on("analysis", "Count.", recipient="all"), on("final", [{"type": "text", "text": "Five."}])],
+    ],
+    "calls": [
+        CALLED,
+        [USER, said(tool_calls=[CALL]), RESULT, ANSWER],
+        [USER, {"role": "assistant", "tool_calls": [CALL]}, RESULT, ANSWER],
+        [USER, {"role": "tool_call", "content": CALL["function"]}, RESULT | {"role": "tool_response"}, ANSWER],
+        [
+            USER,
+            on("commentary", '{"terms": "2, 3"}', recipient="functions.add", content_type="<|constrain|> json"),
+            RESULT | {"name": "functions.add", "channel": "commentary", "recipient": "assistant"},
+            on("final", "Five."),
+        ],
+    ],
+    "reasoning, calls": [
+        [USER, said("", reasoning_content="Add.", tool_calls=[CALL, CALL]), RESULT, RESULT, ANSWER],
+        [
+            USER,
+            on("analysis", "Add."),
+            *[on("commentary", '{"terms": "2, 3"}', recipient="functions.add")] * 2,
+            *[RESULT] * 2,
+            on("final", "Five."),
+        ],
+    ],
+    "content and calls": [
+        [USER, said("Let me see.", tool_calls=[CALL]), RESULT, ANSWER],
+        [USER, said("Let me see."), {"role": "tool_call", "content": json.dumps([CALL["function"]])}, RESULT, ANSWER],
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [QWEN3, OSS])
+@pytest.mark.parametrize("name", SAME)
+def test_rows_that_say_the_same_have_the_same_tokens_and_prompts(name, template):
+    masker, tools = make_masker(template), [TOOL] if "calls" in name else None
+    first, *others = ({"messages": messages, "tools": tools} for messages in SAME[name])
+    if template == OSS and name in (
+        "reasoning, calls",
+        "content and calls",
+    ):  # it writes one call a turn, and no content
+        return
+    expected = mask(masker, first)
+    assert isinstance(expected, TokenizedChat), expected
+    for row in others:
+        found = mask(masker, row)
+        assert isinstance(found, TokenizedChat), found
+        assert (found.input_ids, found.labels) == (expected.input_ids, expected.labels), row
+        assert NORMALIZED in {remark.kind for remark in found.remarks}
+        asked = [encode_prompt(read_prompt(one, None), masker.tokenizer) for one in (first, row)]
+        assert asked[0] == asked[1], row
+
+
+def test_reasoning_in_contents_stays_where_the_template_has_no_key_for_it():
+    masker = make_masker(CHATML)
+    found = mask(masker, {"messages": [USER, said("<think>\nCount.\n</think>\n\nFive.")]})
+    assert "<think>\nCount.\n</think>\n\nFive.<|im_end|>" in masker.tokenizer.decode(found.input_ids)
+    assert found.remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason", "template"),
+    [
+        ([USER, said("<think>A.</think>Five.", reasoning_content="B.")], "different reasoning in 'reasoning_content' and in its content", QWEN3),
+        ([USER, said("A.</think>Five.", thinking="B.")], "different reasoning in 'thinking' and in its content", QWEN3),
+        ([USER, said("Five.", thinking="A.", reasoning="B.")], "different reasoning", QWEN3),
+        ([USER, on("analysis", "A."), on("final", "Five.")], "reasoning on a channel", CHATML),
+        ([USER, on("analysis", "A."), on("analysis", "B."), on("final", "Five.")], "second reasoning", OSS),
+        ([USER, on("commentary", "Let me see."), on("final", "Five.")], "message 2 .*'commentary'.* no place", OSS),
+        ([USER, on("analysis", "1 + 1", recipient="python"), on("final", "2")], "'python'", OSS),
+        ([USER, on("final", 7)], "message 2 .*expected text", OSS),
+        ([USER, on("analysis", "A.", train=False), on("final", "Five.", train=True)], "not marked alike", OSS),
+        ([USER, said("", function_call={"name": "add"})], "'function_call', OpenAI's form", QWEN3),
+        ([USER, said("", function_calls=[])], "'function_calls'", QWEN3),
+        ([USER, {"role": "tool_call", "content": "add(2)"}], "message 2 .*not JSON", QWEN3),
+    ],
+)  # fmt: skip
+def test_rows_of_which_it_is_not_certain_what_they_say_are_refused(messages, reason, template):
+    with pytest.raises(ValueError, match=reason):
+        if isinstance(error := mask(make_masker(template), {"messages": messages}), ValueError):
+            raise error
+
+
+@pytest.mark.parametrize("prompt", [[USER], [USER, said("Four."), {"role": "user", "content": "Again."}]])
+def test_a_prompt_s_messages_stay_untrained_where_its_answer_is_of_several_pieces(prompt):
+    answer = [on("analysis", "Count."), on("final", "Five.")]
+    whole = read_example({"prompt": [on("final", "Hi."), *prompt], "completion": answer}, "completion", is_given=False)
+    assert [message.get("train") for message in whole.messages] == [*[False] * (len(prompt) + 1), None]
+    with pytest.raises(ValueError, match="the prompt ends with an assistant's message"):
+        read_example({"prompt": [USER, answer[0]], "completion": answer[1:]}, "completion", is_given=False)
+
+
+NULL = {"type": "function", "function": {"name": "add", "arguments": {"terms": "2, 3", "n": None}}}
+SYSTEM = {"role": "system", "content": f"Tools: {json.dumps([TOOL])}"}
+DOUBTFUL = {  # a row of each kind, with a template
+    linting.LEFT_OUT: ({"messages": [USER, said("Count.\n</think>\n\nFive.")]}, "reasoning only in contents"),
+    linting.CUT: ({"messages": [USER, said("<think>\nCount and")]}, QWEN3),
+    linting.TAGS: ({"messages": [USER, said("<think>A.</think>Five.<think>B.</think>")]}, CHATML),
+    linting.UNKNOWN_TOOLS: ({"messages": CALLED, "tools": [TOOL | {"function": {"name": "sub"}}]}, QWEN3),
+    linting.NO_TOOLS: ({"messages": CALLED}, QWEN3),
+    linting.RESULTS_FIRST: ({"messages": [USER, RESULT, ANSWER]}, QWEN3),
+    linting.TOOLS_TWICE: ({"messages": [SYSTEM, USER, ANSWER], "tools": [TOOL]}, QWEN3),
+    linting.MARKERS: ({"messages": [USER, said("Write <|im_end|> at the end.")]}, CHATML),
+    linting.NULL_ARGUMENTS: ({"messages": [USER, said("", tool_calls=[NULL])], "tools": [TOOL]}, QWEN3),
+}  # fmt: skip
+
+
+def kinds(masked: TokenizedChat | ValueError) -> set[str]:
+    assert isinstance(masked, TokenizedChat), masked
+    return {remark.kind for remark in masked.remarks} & DOUBTS.keys()
+
+
+@pytest.mark.parametrize("kind", DOUBTFUL)
+def test_each_doubt_is_found_in_its_row_alone_and_refuses_it(kind):
+    row, template = DOUBTFUL[kind]
+    assert kind in kinds(mask(make_masker(template), row))
+    refused = mask(make_masker(template, refused=[kind]), row)
+    assert isinstance(refused, ValueError) and f"(--refuse {kind})" in str(refused)
+    others = [name for name in DOUBTS if name != kind]
+    assert kinds(mask(make_masker(template), {"messages": [USER, ANSWER], "tools": None})) == set()
+    assert kind == linting.LEFT_OUT or isinstance(mask(make_masker(template, refused=others), row), TokenizedChat)
+
+
+def test_every_doubt_can_be_refused_by_name():
+    assert tuple(DOUBTS) == doors.DOUBTS and DOUBTFUL.keys() == DOUBTS.keys()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, said("<think>\nCount.\n</think>\n\nFive.")],
+        [USER, said("Use the tag <thinker>, or a < b.")],
+        [USER, {**said("<think>cut"), "train": False}, USER, ANSWER],
+        [{"role": "system", "content": "You are a helpful assistant."}, USER, ANSWER],
+        CALLED,
+    ],
+)
+def test_ordinary_rows_raise_no_doubt(messages):
+    assert kinds(mask(make_masker(QWEN3), {"messages": messages, "tools": [TOOL]})) == set()
+
+
+def test_markers_are_also_words_that_are_no_tokens():
+    template = (
+        "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + eos_token + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
+    )
+    linter = linting.Linter(make_tokenizer(template, ("<|im_end|>",)))
+    assert linter.find_markers(["So: ### assistant:\nfoo"]) == [Remark(linting.MARKERS, rendered="### assistant:")]
+    assert linter.find_markers(["### A title", "an assistant: me"]) == []
+
+
+def test_columns_are_refused_by_what_they_mean():
+    names = ("resolved", "correctness_math_verify", "isCorrect", "is_reasoning_complete", "passed", "verified")
+    assert {find_meaning(name) for name in names} == {"whether an answer is good or bad"}
+    assert {find_meaning(name) for name in ("source", "passage", "problem", "id")} == {None}
+
+
+def write_model(path: Path, template: str) -> Path:
+    tokenizer = make_tokenizer(template, ("<|im_end|>",))
+    tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
+    save_model(LlamaConfig(**SHAPE | {"vocab_size": len(tokenizer)}), path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+READS_ARGUMENTS = "{% if who %}{{ 'You are ' + who + '.' }}{% endif %}" + TEMPLATES[QWEN3][0]
+
+
+def list_adversarial_rows() -> list[dict]:
+    """Rows with arguments, forms and doubts of their own, many more than what is remembered."""
+    rows = []
+    for i in range(60):
+        extra = {"who": f"helper {i % 40}", "enable_thinking": i % 3 != 0, "python_tools": [], "unread": None}
+        messages = [SAME["reasoning"], SAME["calls"]][i % 2][i % 5]
+        rows.append({"messages": messages, "tools": [TOOL] if i % 2 else None, "chat_template_kwargs": extra})
+    for kind in (linting.CUT, linting.TAGS, linting.UNKNOWN_TOOLS):
+        rows.append(DOUBTFUL[kind][0])
+    rows.append({"messages": [USER, ANSWER], "chat_template_kwargs": {"unread": 1}})
+    rows.append({"messages": [USER, said("<think>A.</think>Five.", thinking="B.")]})
+    return rows * 2
+
+
+def test_the_output_is_the_same_for_any_number_of_workers_and_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "BYTES_PER_WORKER", 100)
+    monkeypatch.setattr(files, "CHUNK_ROWS", 5)
+    monkeypatch.setattr(files, "SECTION_BYTES", 2000)
+    model = write_model(tmp_path / "model", READS_ARGUMENTS)
+    source = write_jsonl(tmp_path / "rows.jsonl", list_adversarial_rows())
+
+    def read(folder: str, **options: object) -> dict[str, bytes]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        tokenize_rows(model, source, tmp_path / folder / "out.arrow", skip_invalid=True, **options)
+        return {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir() if path.is_file()}
+
+    whole = read("1", num_proc=1)
+    assert json.loads(whole["out.arrow.meta.json"])["rows"]["invalid"] == 4
+    assert whole == read("2", num_proc=2) == read("5", num_proc=5)
+    for part in ("2/3", "3/3", "1/3"):
+        parts = read("parts", num_proc=2, shard=part)
+    assert parts == whole
+
+
+DATED = "{{ strftime_now('%Y-%m-%d, %A %-d %b') }}\n" + TEMPLATES[QWEN3][0]
+
+
+def test_a_data_set_has_the_date_on_which_it_was_begun_in_all_of_its_parts(tmp_path, monkeypatch, capsys):
+    import mini_trainer.process_data as program
+
+    class Day(program.date):
+        now = "2026-11-28"
+
+        @classmethod
+        def today(cls):
+            return cls.fromisoformat(cls.now)
+
+    monkeypatch.setattr(program, "date", Day)
+    monkeypatch.setattr(files, "SECTION_BYTES", 500)
+    model = write_model(tmp_path / "model", DATED)
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}] * 40)
+    output = tmp_path / "out.jsonl"
+
+    def texts(path: Path) -> Counter[str]:
+        rows = [json.loads(line)["input_ids"] for line in path.read_text().splitlines()]
+        return Counter(make_tokenizer(*TEMPLATES[QWEN3]).decode(ids).partition("<|")[0].strip() for ids in rows)
+
+    tokenize_rows(model, source, output, shard="1/2")
+    Day.now = "2026-11-29"
+    tokenize_rows(model, source, output, shard="2/2")
+    assert texts(output) == {"2026-11-28, Saturday 28 Nov": 40}
+    assert json.loads(Path(f"{output}.meta.json").read_text())["date"] == "2026-11-28"
+    capsys.readouterr()
+    tokenize_rows(model, source, output, shard="1/2")
+    assert "nothing is left to do" in capsys.readouterr().out
+    tokenize_rows(model, source, output)
+    assert texts(output) == {"2026-11-29, Sunday 29 Nov": 40}
+    tokenize_rows(model, source, tmp_path / "given.jsonl", template_args=("date=2020-02-03",))
+    assert texts(tmp_path / "given.jsonl") == {"2020-02-03, Monday 3 Feb": 40}
+
+
+def test_parts_of_two_dates_are_not_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SECTION_BYTES", 500)
+    model = write_model(tmp_path / "model", DATED)
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}] * 40)
+    tokenize_rows(model, source, tmp_path / "out.jsonl", shard="1/2", template_args=("date=2020-02-03",))
+    tokenize_rows(model, source, tmp_path / "out.jsonl", shard="2/2", template_args=("date=2020-02-04",))
+    with pytest.raises(ValueError, match="part 1/2 was made with another configuration: --template-args was"):
+        tokenize_rows(model, source, tmp_path / "out.jsonl", join=True, template_args=("date=2020-02-04",))
+
+
+def test_the_date_of_a_template_is_checked():
+    dated, plain = (make_tokenizer(template, ("<|im_end|>",)) for template in (DATED, TEMPLATES[CHATML][0]))
+    assert set_date(plain, {"a": 1}, "2026-11-28") == (plain, {"a": 1}, None)
+    with pytest.raises(ValueError, match="the chat template writes no date"):
+        set_date(plain, {"date": "2026-11-28"}, "2026-11-28")
+    with pytest.raises(ValueError, match="expected YYYY-MM-DD"):
+        set_date(dated, {"date": "28 Nov"}, "2026-11-28")
+    reads = make_tokenizer("{{ date_string }}", ("<|im_end|>",))
+    assert set_date(reads, {"date": "2026-11-28"}, "2020-01-01")[1:] == ({"date_string": "28 Nov 2026"}, "2026-11-28")
+    assert set_date(reads, {}, "2020-01-01")[1:] == ({}, None)
