@@ -29,7 +29,7 @@ from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.data.tokenized.outputs import DataSetFiles, Outputs
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options.fields import parse_column
-from mini_trainer.options.reading import read_fields, read_object
+from mini_trainer.options.reading import read_object
 from mini_trainer.run.stages import Runner, Stage
 
 # Options of process-data about reading rows, not about processing them.
@@ -63,8 +63,7 @@ def prepare(one: SetSettings, settings: ContinualSettings, folder: Path, runner:
     options = settings.process_data | one.process_data
     train = tokenize(list(one.input_file), options, settings, folder / "train", name=one.name, runner=runner)
     if splits_off(one, settings):
-        files = Outputs(train, None, True).validation
-        held_out = link_set(files, folder / "held_out", name=f"{one.name}_held_out")
+        held_out = link_set(Outputs(train, None, True).validation, folder / "held_out", name=f"{one.name}_held_out")
     return PreparedFiles(train=train, validation=validation, held_out=held_out, test=test)
 
 
@@ -114,10 +113,6 @@ def link_set(files: DataSetFiles, folder: Path, *, name: str) -> Path:
     """Links to a data set and its sidecar; returns that to the data set."""
     link(files.sidecar, folder, name=name)
     return link(files.data, folder, name=name)
-
-
-def count_samples(data: Path) -> int:
-    return read_fields(DataSetFiles(data).sidecar, {"num_samples": int}, written_by="process-data")["num_samples"]
 
 
 def read_questions(task: Task, settings: ContinualSettings) -> Iterator[Prompt]:

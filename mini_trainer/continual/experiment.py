@@ -203,8 +203,7 @@ def settle_all(several: list[ContinualSettings], root: Path) -> list[list[list[s
     if not any(path.exists() for path in (*paths, root / RECORD)):
         names = {PARAMS_FILE, FILE, PAGE, *OF_DATA, *SHARED_FOLDERS, "order_1_seed_*"}  # that an experiment would write
         folders = {root, *(path.parent for path in paths)}
-        found = [path for folder in folders for name in names for path in folder.glob(name)]
-        if found:
+        if found := [path for folder in folders for name in names for path in folder.glob(name)]:
             raise ValueError(f"output_dir: {root} has {found[0].name} of something else; choose another directory")
     if len(several) > 1:
         settle(several[0], root / RECORD, describe_settings(several[0], left_out=OF_METHODS) | inputs)
@@ -233,8 +232,7 @@ def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[st
     for name in ADDED_TO & before["settings"].keys():
         kept["settings"][name] = kept["settings"][name][: len(before["settings"][name])]
     kept["files"] = {name: hashed for name, hashed in kept["files"].items() if name in before["files"]}
-    changes = list_changes(before, kept)
-    if changes and not has_begun(path.parent):
+    if (changes := list_changes(before, kept)) and not has_begun(path.parent):
         for name in OF_DATA:
             remove(path.parent / name)
         path.unlink()
@@ -355,8 +353,7 @@ def find_test_problems(settings: ContinualSettings, prepared: Prepared) -> list[
 
 def find_harness_problems(sets: list[SetSettings]) -> list[str]:
     """Problems with tasks of EleutherAI's harness."""
-    tasks = tuple(one.lm_eval for one in sets if one.lm_eval is not None)
-    if not tasks:
+    if not (tasks := tuple(one.lm_eval for one in sets if one.lm_eval is not None)):
         return []
     from mini_trainer.use.evaluation.harness import check_harness  # with torch: seconds to import
 
@@ -390,8 +387,7 @@ def find_train_problems(settings: ContinualSettings, task: Task, prepared: Prepa
 
     findings = Findings()
     options = group_options(TrainOptions, **choose_options(settings, task, prepared, known))
-    step_options = choose_step_options(options)
-    target = find_target(None, step_options, settings.num_processes, findings, is_here=False)
+    target = find_target(None, choose_step_options(options), settings.num_processes, findings, is_here=False)
     look_at_run(options, target, findings)
     return [f"train: {problem}" for problem in findings.problems]
 

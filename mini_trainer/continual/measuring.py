@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,8 @@ OF_TESTS = ("format", "engine", "base_url", "api_key_env", "concurrency")
 FEW_RESAMPLES = {"num_resamples": 100}  # of evaluate's own intervals, which nothing here reads
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """One start of evaluate: sets that are measured with the same options."""
-
-    name: str  # of its folder
-    measured: tuple[tuple[str, SetSettings], ...]  # kinds and sets
-    options: Values
+# One start of evaluate: its folder's name, kinds and sets that are measured with the same options, and these.
+Measuring = tuple[str, list[tuple[str, SetSettings]], Values]
 
 
 def measure(
@@ -35,13 +29,13 @@ def measure(
 ) -> MatrixRow:
     """The model's scores and losses on the sets, in their order."""
     row: MatrixRow = {}
-    for one in group(sets, prepared, settings):
-        place = folder / one.name
-        options = FEW_RESAMPLES | one.options | {"model": [model], "output_dir": str(place)}
+    for name, measured, given in group(sets, prepared, settings):
+        place = folder / name
+        options = FEW_RESAMPLES | given | {"model": [model], "output_dir": str(place)}
         runner.run(Stage(program="evaluate", folder=place, options=options))
         for name, count in count_refused(place).items():
             runner.say(place, f"{name}: prompts too long for the model, counted as wrong: {count:,}")
-        for kind, own in one.measured:
+        for kind, own in measured:
             row.setdefault(kind, {})[own.name] = read_cell(place, own, kind, root=settings.root)
     return {kind: {one.name: cells[one.name] for one in sets if one.name in cells} for kind, cells in row.items()}
 
@@ -61,24 +55,22 @@ def group(sets: list[SetSettings], prepared: Prepared, settings: ContinualSettin
     found: list[Measuring] = []
     held_out = [one for one in sets if prepared[one.name].held_out is not None]
     losses = {"data": [str(prepared[one.name].held_out) for one in held_out]} if held_out else {}
-    with_losses = tuple((LOSS, one) for one in held_out)
+    with_losses = [(LOSS, one) for one in held_out]
     for own in group_tests(sets, settings):
         metrics = sorted({one.metric for one in own} - {None})
         options = settings.evaluate | own[0].evaluate | {"task": [str(prepared[one.name].test) for one in own]}
         options |= {"metrics": metrics} if metrics else {}
-        measured = tuple((SCORE, one) for one in own)
+        measured = [(SCORE, one) for one in own]
         if options.get("engine", "hf") == "hf":  # the first start measures the losses as well
             options, measured = options | losses, measured + with_losses
-            losses, with_losses = {}, ()
-        name = "answers" if not found else f"answers_{len(found) + 1}"
-        found.append(Measuring(name=name, measured=measured, options=options))
+            losses, with_losses = {}, []
+        found.append(("answers" if not found else f"answers_{len(found) + 1}", measured, options))
     if losses:
-        options = keep_common(settings.evaluate) | losses
-        found.append(Measuring(name="losses", measured=with_losses, options=options))
+        found.append(("losses", with_losses, keep_common(settings.evaluate) | losses))
     for one in sets:
         if one.lm_eval is not None:
             options = keep_common(settings.evaluate | one.evaluate) | {"lm_eval": [one.lm_eval]}
-            found.append(Measuring(name=f"harness_{one.name}", measured=((SCORE, one),), options=options))
+            found.append((f"harness_{one.name}", [(SCORE, one)], options))
     return found
 
 

@@ -57,8 +57,7 @@ def check_comparable(experiments: Sequence[Experiment]) -> None:
         if not experiment.kinds:
             raise ValueError(f"{experiment.name}: nothing was measured yet")
     first, *others = experiments
-    problems = [text for other in others for text in find_differences(first, other)]
-    if problems:
+    if problems := [text for other in others for text in find_differences(first, other)]:
         advice = "compare experiments that measure the same tasks in the same way"
         raise ValueError("\n".join([*problems, advice]))
 
@@ -151,18 +150,17 @@ def describe_page(experiments: Sequence[Experiment]) -> Shown:
     return {
         "title": ", ".join(names) if len(names) <= MAX_NAMED else f"{len(names)} experiments",
         "measures": [vars(measure) for measure in MEASURES],
-        "kinds": [describe_kind(kind, experiments) for kind in list_kinds(experiments)],
+        "kinds": [
+            {
+                "name": kind,
+                "title": TITLES[kind],
+                "scales": find_scales(kind, experiments),
+                "fronts": [front for name in FORGOTTEN if (front := describe_front(name, kind, experiments))],
+            }
+            for kind in list_kinds(experiments)
+        ],
         "experiments": list(map(describe_experiment, experiments)),
         "colours": COLOURS,
-    }
-
-
-def describe_kind(kind: str, experiments: Sequence[Experiment]) -> Shown:
-    return {
-        "name": kind,
-        "title": TITLES[kind],
-        "scales": find_scales(kind, experiments),
-        "fronts": [front for name in FORGOTTEN if (front := describe_front(name, kind, experiments))],
     }
 
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.continual.data import OF_ROWS, HeldOut, Prepared, as_row, count_samples, tokenize, write_rows
+from mini_trainer.continual.data import OF_ROWS, HeldOut, Prepared, as_row, tokenize, write_rows
 from mini_trainer.continual.settings import ContinualSettings, Replay, Task, Values, leave_teacher_out
 from mini_trainer.data.chat.conversation import REASONING_KEYS
 from mini_trainer.data.rows.prompts import Prompt, read_prompts
+from mini_trainer.data.tokenized.outputs import DataSetFiles
+from mini_trainer.options.reading import read_fields
 from mini_trainer.run.stages import Runner, Stage
 from mini_trainer.use.evaluation.metrics import score_answer
 from mini_trainer.use.evaluation.results import read_lines
@@ -52,8 +54,7 @@ class Model:
 def find_replay(context: Context, earlier: Sequence[Task], model: Model, folder: Path) -> list[Path]:
     """Data sets to replay: of what the start model knows, and of each earlier task that has any; the model's answers
     are those before the new task."""
-    replay = context.settings.replay
-    if replay is None:
+    if (replay := context.settings.replay) is None:
         return []
     found = [context.known]
     for task in earlier:
@@ -90,8 +91,7 @@ def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | N
     if not prompts.is_file():
         drawn = draw(context.held_out.list_free(task), replay, seed=context.seed)
         write_rows(prompts, [as_row(prompt, prompt.references[0]) for prompt in drawn])
-    given = {"model": model.path, "prompts": [str(prompts)], "output": str(answers)}
-    options = context.settings.generate | given
+    options = context.settings.generate | {"model": model.path, "prompts": [str(prompts)], "output": str(answers)}
     if options.get("temperature", 0) != 0:
         options["seed"] = context.seed
     context.runner.run(Stage(program="generate", folder=folder, options=options))
@@ -106,8 +106,7 @@ def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | N
 def draw(questions: list[Prompt], replay: Replay, *, seed: int) -> list[Prompt]:
     """The prompts to answer, in the rows' order."""
     num = len(questions) if replay.num_prompts is None else min(replay.num_prompts, len(questions))
-    chosen = sorted(random.Random(seed).sample(range(len(questions)), num))
-    return [questions[i] for i in chosen]
+    return [questions[i] for i in sorted(random.Random(seed).sample(range(len(questions)), num))]
 
 
 def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> list[DataRow]:
@@ -164,8 +163,8 @@ def mix(options: Values, own: Path, replayed: Sequence[Path], replay: Replay | N
     weights = [1 - replay.share, *(replay.share / len(replayed) for _ in replayed)]
     mixed = options | {"data_path": [str(own), *map(str, replayed)], "data_weights": weights}
     if mixed.get("max_epochs") is not None:
-        epochs = mixed.pop("max_epochs")
-        mixed["max_samples"] = math.ceil(epochs * count_samples(own) / (1 - replay.share))
+        made = read_fields(DataSetFiles(own).sidecar, {"num_samples": int}, written_by="process-data")
+        mixed["max_samples"] = math.ceil(mixed.pop("max_epochs") * made["num_samples"] / (1 - replay.share))
     if replay.teacher_weight is not None:
         mixed |= {"teacher_model": "self", "teacher_weight": [0.0, *(replay.teacher_weight for _ in replayed)]}
     return mixed

@@ -141,10 +141,9 @@ def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
     taught: Values = {}
     if replay is not None and replay.teacher_weight is not None:
         taught = {"teacher_weight": (replay.teacher_weight,), "teacher_model": "self"}
-    if replay is not None and replay.known is not None:
-        first = choose_adapter_options(values, settings, None) | stand_ins | taught
-    else:
-        first = choose_adapter_options(leave_teacher_out(values, replay), settings, None) | stand_ins
+    replays = replay is not None and replay.known is not None  # also with the first task
+    own = values if replays else leave_teacher_out(values, replay)
+    first = choose_adapter_options(own, settings, None) | stand_ins | (taught if replays else {})
     later = choose_adapter_options(values, settings, "adapter") | stand_ins | taught
     return [first, later] if len(settings.tasks) > 1 else [first]
 
@@ -172,8 +171,7 @@ def leave_teacher_out(options: Values, replay: Replay | None) -> Values:
 
 def splits_off(task: Task, settings: ContinualSettings) -> bool:
     """Whether process-data splits off held-out rows of the task."""
-    share = (settings.process_data | task.process_data).get("validation_share")
-    return bool(task.input_file) and share is not None
+    return bool(task.input_file) and (settings.process_data | task.process_data).get("validation_share") is not None
 
 
 def draw_orders(names: list[str], num_orders: int) -> list[list[str]]:
@@ -264,8 +262,7 @@ def read_methods(given: Any, shared: ContinualSettings) -> list[ContinualSetting
 def read_method(name: str, given: Any, shared: ContinualSettings) -> ContinualSettings:
     """The settings of one method: its options of a program are added to those of all methods."""
     with option_files.naming_place(name):
-        unknown = [key for key in option_files.name_values(given) if key not in OF_METHODS]
-        if unknown:
+        if unknown := [key for key in option_files.name_values(given) if key not in OF_METHODS]:
             raise ValueError(f"given {unknown}, allowed: {', '.join(OF_METHODS)}")
         own = option_files.read_values(given, ContinualSettings, READERS)
         own |= {key: vars(shared)[key] | own[key] for key in SECTIONS.keys() & own}
@@ -364,8 +361,7 @@ def check_task(task: Task, settings: ContinualSettings) -> None:
 
 
 def check_replay(settings: ContinualSettings) -> None:
-    replay = settings.replay
-    if replay is None:
+    if (replay := settings.replay) is None:
         return
     if len(settings.tasks) < 2 and replay.known is None:
         raise ValueError("has no effect with one task; give known, rows of what the start model knows")
@@ -382,8 +378,7 @@ def check_replay(settings: ContinualSettings) -> None:
         for task in settings.tasks[:-1]:
             if not task.input_file:
                 raise ValueError(f"{task.name} has data_path, but the prompts are read from rows: give input_file")
-        unscored = [task.name for task in settings.tasks[:-1] if task.metric not in MEASURES]
-        if unscored:
+        if unscored := [task.name for task in settings.tasks[:-1] if task.metric not in MEASURES]:
             allowed = ", ".join(MEASURES)
             raise ValueError(f"own-answers: {', '.join(unscored)}: needs a metric that scores answers, of {allowed}")
 

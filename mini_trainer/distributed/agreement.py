@@ -45,8 +45,7 @@ def compare_ranks(world: World, describe: Callable[[], Groups]) -> None:
     if world.world_size == 1:
         return
     groups = describe()
-    own = torch.frombuffer(bytearray(hash_groups(groups)), dtype=torch.uint8)
-    hashes = gather_rows(world, own)
+    hashes = gather_rows(world, torch.frombuffer(bytearray(hash_groups(groups)), dtype=torch.uint8))
     kinds = {} if hashes is None else find_kinds([row.tobytes() for row in hashes.numpy()])  # on rank 0
     asked = call_on_rank0(world, lambda: list(kinds)[:MOST_KINDS])
     if len(asked) == 1:

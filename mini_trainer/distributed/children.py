@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, NoReturn
@@ -74,9 +74,15 @@ def run_child(
 
 
 def start_child(
-    words: list[str], output: int | IO[str], *, more: Mapping[str, str], pass_fds: Collection[int]
+    words: Sequence[str],
+    output: int | IO[str] | None,
+    *,
+    errors: int = subprocess.STDOUT,
+    more: Mapping[str, str] = MappingProxyType({}),
+    pass_fds: Collection[int],
 ) -> subprocess.Popen:
-    """Starts `python -m mini_trainer WORDS`, which writes to `output` and is asked to end when this process is gone."""
+    """Starts `python -m mini_trainer WORDS`, which writes to `output` (None: this process's) and is asked to end when
+    this process is gone."""
     # A child is alone, or starts its own ranks: with this process's rank it would wait for the other ranks.
     own = {name: value for name, value in os.environ.items()
            if name not in OF_LAUNCHERS and not name.startswith(LAUNCHERS)}  # fmt: skip
@@ -84,10 +90,10 @@ def start_child(
         [*name_module("mini_trainer"), *words],
         stdin=subprocess.DEVNULL,
         stdout=output,
-        stderr=subprocess.STDOUT,
+        stderr=errors,
         encoding="utf-8",
         errors="replace",
-        env=own | dict(more) | tie_to_this(),
+        env=own | dict(more) | find_this_package() | {ENDS_WITH_PARENT: str(os.getpid())},
         pass_fds=pass_fds,
         process_group=0,  # a terminal's Ctrl-C reaches only this process, which forwards it once
     )
@@ -103,11 +109,6 @@ def find_this_package() -> dict[str, str]:
     if not is_checkout(ROOT):
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-
-
-def tie_to_this() -> dict[str, str]:
-    """Environment of a child that imports this process's package, and ends with this process."""
-    return find_this_package() | {ENDS_WITH_PARENT: str(os.getpid())}
 
 
 def hand_on_warning() -> None:

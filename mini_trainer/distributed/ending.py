@@ -112,8 +112,7 @@ def choose_cause(causes: list[Cause]) -> Cause:
     Among ranks that report the same message, the lowest is named.
     """
     first = min(causes, key=lambda cause: not cause.died)  # min returns the earliest of equals.
-    others = sorted(cause.rank for cause in causes if cause.died and cause.message != first.message)
-    if others:
+    if others := sorted(cause.rank for cause in causes if cause.died and cause.message != first.message):
         return replace(first, message=f"{first.message}; and so did {describe_ranks(others)}")
     return min((cause for cause in causes if cause.message == first.message), key=lambda cause: cause.rank)
 
@@ -239,6 +238,23 @@ def exit_process(code: int) -> NoReturn:
 
     within(1.0, flush)
     os._exit(code)
+
+
+FEWER_TOKENS = "MINI_TRAINER_FEWER_TOKENS"  # environment: the most tokens of a micro-batch after a start without room
+
+
+def start_over(most_tokens: int) -> NoReturn:
+    """Runs this process's command again, from the beginning, with at most this many tokens in a micro-batch: after a
+    start whose automatic choice had no room."""
+    os.environ[FEWER_TOKENS] = str(most_tokens)
+    # The device's, which would keep its memory, and those of peers close with the threads that wait on them: gloo's
+    # ends the process if one closes before.
+    for descriptor in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(int(descriptor), int(descriptor) < 3)
+    with contextlib.suppress(OSError):
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    os._exit(ExitCode.OUT_OF_MEMORY)
 
 
 class Flag(IntFlag):

@@ -48,15 +48,8 @@ class RunLock:
             raise make_locked_error(self.path, holder)
         if holder is not None:
             log.warning(f"warning: {self.path}: took over the lock that {describe_holder(holder)} left behind")
-        self._write_holder()
-
-    def _write_holder(self) -> None:
-        content = {
-            "host": socket.gethostname(),
-            "boot_id": read_boot_id(),
-            "pid": os.getpid(),
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        content = {"host": socket.gethostname(), "boot_id": read_boot_id(), "pid": os.getpid(), "started": started}
         os.ftruncate(self.file, 0)
         os.pwrite(self.file, json.dumps(content).encode(), 0)
         os.fsync(self.file)
@@ -67,10 +60,6 @@ class RunLock:
     def is_in_place(self) -> bool:
         """Whether the path still refers to this lock, not to another run's in a new directory of the same name."""
         return is_same_file(self.file, self.path)
-
-    def is_alone_in_its_directory(self) -> bool:
-        """Whether this lock created the directory and nothing else has been written to it since."""
-        return self.made_directory and self.is_in_place() and os.listdir(self.path.parent) == [LOCK_FILE]
 
     def release(self) -> None:
         if self.is_in_place():
@@ -145,8 +134,10 @@ class RunFiles:
 
     def _is_untouched(self, cause: Cause) -> bool:
         """Whether the run failed before writing anything to a directory that it had created."""
-        failed_early = cause.code in (ExitCode.BAD_INPUT, ExitCode.IO)
-        return failed_early and self.lock is not None and self.lock.is_alone_in_its_directory()
+        if cause.code not in (ExitCode.BAD_INPUT, ExitCode.IO) or self.lock is None:
+            return False
+        is_new = self.lock.made_directory and self.lock.is_in_place()
+        return is_new and os.listdir(self.lock.path.parent) == [LOCK_FILE]
 
 
 def try_flock(file: int, path: Path) -> bool:

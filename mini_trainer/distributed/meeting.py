@@ -151,9 +151,8 @@ def describe_missing(arrived: str, world_size: int, num_local: int) -> str:
             by_node.setdefault(rank // num_local, []).append(rank)
     places = {node: host_of_node.get(node, f"node {node}, no rank has joined") for node in by_node}
     nodes = [f"{describe_ranks(ranks)} ({places[node]})" for node, ranks in list(by_node.items())[:MOST_NODES]]
-    num_missing = world_size - len(hosts)
     more = f" and those of {len(by_node) - MOST_NODES} more nodes" if len(by_node) > MOST_NODES else ""
-    return f"{', '.join(nodes)}{more} ({num_missing} of {world_size} ranks missing)"
+    return f"{', '.join(nodes)}{more} ({world_size - len(hosts)} of {world_size} ranks missing)"
 
 
 @contextmanager

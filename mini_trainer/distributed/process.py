@@ -32,8 +32,7 @@ def find_task() -> tuple[int, int] | None:
 
 def check_tasks() -> None:
     """ValueError for one of several tasks of srun without torchrun: each would be a separate run, on one GPU."""
-    task = find_task()
-    if task is not None and "RANK" not in os.environ:
+    if (task := find_task()) is not None and "RANK" not in os.environ:
         raise ValueError(
             f"srun has started {task[1]} tasks without torchrun, and each would be a separate run. For one run start"
             f" torchrun once per node, which starts the ranks, as examples/clusters/multi_node.sbatch does: srun"

@@ -166,7 +166,7 @@ class Watch:
                 continue
             with contextlib.suppress(OSError):
                 if (self.files.lock.path.parent / STOP_FILE).exists():
-                    self.call(self._raise_flag, ending.Flag.STOP_FILE)
+                    self.marks.flags |= ending.Flag.STOP_FILE
                 if time.monotonic() - beats >= SECONDS_PER_BEAT:
                     beats = time.monotonic()
                     self.files.lock.beat()
@@ -236,12 +236,9 @@ class Watch:
             code = ending.ExitCode.INTERRUPTED if number == signal.SIGINT else ending.ExitCode.SAVED_AND_REQUEUE
             self.report(self.make_cause(code, f"{number.name} before the first step: nothing new to save"))
         else:
-            self._raise_flag(ending.SIGNALS[number])
+            self.marks.flags |= ending.SIGNALS[number]
         if not is_warning:
             self.first_signal = now
-
-    def _raise_flag(self, flag: ending.Flag) -> None:
-        self.marks.flags |= flag
 
     # Callbacks of the lifeline.
 
@@ -356,8 +353,7 @@ class Watch:
         if self._others_know(cause) or not self.files.record(cause):
             return
         texts = ["" if cause.code == ending.ExitCode.DONE else cause.text, cause.afterword]
-        text = "\n".join(filter(None, texts))
-        if text:
+        if text := "\n".join(filter(None, texts)):
             # A single write including the newline, since several ranks may print at once.
             print_as_is(f"{leave_bars()}{clean(text)}\n", sys.stderr)
 
@@ -380,9 +376,7 @@ class Watch:
         the code, which it reads in exit.json.
         """
         if fewer_tokens is not None:
-            from mini_trainer.distributed.restart import start_over
-
-            start_over(fewer_tokens)
+            ending.start_over(fewer_tokens)
         is_stop = self.goodbye is not None and code in ending.STOPPED
         ending.exit_process(ending.ExitCode.DONE if is_stop and self.has_torchrun else code)
 

@@ -181,13 +181,8 @@ def divide_world(world: World, sharding: ShardingOptions) -> World:
     this gives fewer than two copies, or if the ranks cannot be divided into groups that share rows.
     """
     num_shards, num_sharing = world.world_size, sharding.context_parallel
-    match sharding.sharding:
-        case "full":
-            pass
-        case "hybrid":
-            num_shards = count_shards(world.world_size, count_local_ranks(), sharding.shard_size)
-        case _:
-            raise ValueError(f"--sharding {sharding.sharding}: is not implemented")
+    if sharding.sharding == "hybrid":
+        num_shards = count_shards(world.world_size, count_local_ranks(), sharding.shard_size)
     check_sharing(world.world_size, num_sharing)
     mesh = world.mesh
     if num_shards < world.world_size:

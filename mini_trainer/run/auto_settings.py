@@ -27,8 +27,7 @@ from mini_trainer.data.tokenized.by_row import CHUNK, find_top_row
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed import devices
 from mini_trainer.distributed.devices import GIB, OFFLOADED, describe_device, memory_limit, resident_memory
-from mini_trainer.distributed.ending import log
-from mini_trainer.distributed.restart import FEWER_TOKENS
+from mini_trainer.distributed.ending import FEWER_TOKENS, log
 from mini_trainer.distributed.world import call_on_rank0, count_sharing
 from mini_trainer.model.activation_checkpointing import set_activation_checkpointing
 from mini_trainer.model.optim.optimizers import count_state_bytes
@@ -72,9 +71,6 @@ class Probe:
     excess_bytes: int  # bytes that are missing; below 0: bytes left over
     seconds: float | None = None  # of forward and backward, if measured
     bytes_per_token: float | None = None  # by how much each extra token raises the bytes, where one probe shows it
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 Measure = Callable[[int], Probe]
@@ -277,7 +273,8 @@ class Prober:
                 plenty=PLENTY * self.limit,
                 is_late=lambda: self.seconds > MOST_SECONDS,
             )
-        self.probes[mode] = [probe.to_json() for probe in room.probes]
+        found = map(asdict, room.probes)
+        self.probes[mode] = [{name: value for name, value in one.items() if value is not None} for one in found]
         return room
 
     def find_first(self, least: int) -> int:
@@ -340,8 +337,7 @@ def measure_auto_options(
     is_known = is_known and chosen.get("max_tokens_per_gpu", longest) * num_sharing >= longest
     if not call_on_rank0(world, lambda: is_known):  # ranks may have devices of different names
         if changed := [key for key, value in place.items() if previous and previous.get(key) != value]:
-            words = ", ".join(PLACE_WORDS[key] for key in changed)
-            log.info(f"auto: chosen again, since these changed: {words}")
+            log.info(f"auto: chosen again, since these changed: {', '.join(PLACE_WORDS[key] for key in changed)}")
         prober = Prober(state, inputs, options, progress=progress)
         found = probe_settings(prober, options, inputs.data, most=most)
         chosen = place | {name: found[name] for name in names}
@@ -397,9 +393,8 @@ def probe_settings(prober: Prober, options: StepOptions, data: Mixture, *, most:
     model = prober.state.model
     weights_bytes = count_gathered_bytes(model.model, model.compute_dtype, model.kept)
     has_room = model.is_whole or has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
-    resharding = choose_resharding(options.sharding, has_room=has_room)
-    found = dict(kernels=kernels, activation_checkpointing=mode, max_tokens_per_gpu=cap)
-    return found | dict(seconds=room.seconds) | resharding
+    found = dict(kernels=kernels, activation_checkpointing=mode, max_tokens_per_gpu=cap, seconds=room.seconds)
+    return found | choose_resharding(options.sharding, has_room=has_room)
 
 
 class MemoryCounter(TorchDispatchMode):

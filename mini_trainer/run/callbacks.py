@@ -142,15 +142,11 @@ class Callbacks(Sink):
                     if answer is not None and not isinstance(answer, Answer):
                         raise TypeError(f"a hook returned {answer!r}: must be None or a mini_trainer.Answer")
                     self.pending += [(who, one) for one in answer or ()]
-                except (Exception, SystemExit) as error:
-                    self._fail(who, path, error)
-
-    def _fail(self, who: str, path: str, error: BaseException) -> None:
-        """Ends the run after the next step; the log gets the whole traceback, on any rank."""
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        log.error(f"the callback {who} raised; the run ends after the next step\n{trace}")
-        self.failed.append(f"{who}: {describe_raised(error)}")
-        del self.callbacks[path]
+                except (Exception, SystemExit) as error:  # of which the log gets the whole traceback, on any rank
+                    trace = "".join(traceback.format_exception(error)).rstrip()
+                    log.error(f"the callback {who} raised; the run ends after the next step\n{trace}")
+                    self.failed.append(f"{who}: {describe_raised(error)}")
+                    del self.callbacks[path]
 
 
 def explain_stop(stop: Stop | None, failed: list[str], asked: list[str]) -> Stop | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mini_trainer.data.stores.contents import MANIFEST, load_manifest
 from mini_trainer.options.reading import open_tensors
-from mini_trainer.run.write_pool import DTYPES, WritePool, encode_header
+from mini_trainer.run.write_pool import DTYPES, TensorFile, WritePool
 
 STATE = "state.json"
 DAMAGED = "damaged_"  # name prefix of damaged checkpoints
@@ -29,19 +29,10 @@ STEP_NAME = r"step_\d+"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], pool: WritePool) -> dict[str, Any]:
-    """Writes `tensors` to a safetensors file, in their order, and flushes it; returns its manifest entry.
-    OSError if writing fails."""
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = encode_header(header)
+    """Writes `tensors` to a safetensors file, and flushes it; returns its manifest entry. OSError if writing fails."""
     try:
-        number = pool.add_file(path, text, len(text) + end)
-        for name, tensor in tensors.items():
-            pool.make_room(tensor.nbytes)
-            place = range(*(len(text) + offset for offset in header[name]["data_offsets"]))
-            pool.write(number, place, tensor.cpu())
+        kinds = {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in tensors.items()}
+        TensorFile(path, kinds, pool).fill(lambda name: tensors[name].cpu())
         return pool.finish()[path]
     finally:
         pool.drop()
@@ -126,8 +117,7 @@ class TensorReader:
 
 def find_shards(layout: dict[str, Any], num_shards: int, offset: Sequence[int], shape: Sequence[int]) -> range:
     """The shards that can hold a box of a tensor. Checking every rank's would take ranks x tensors operations."""
-    dim = layout["dim"]
-    if dim is None:
+    if (dim := layout["dim"]) is None:
         return range(1)
     length = max(1, -(-layout["shape"][dim] // num_shards))
     return range(offset[dim] // length, min(-(-(offset[dim] + shape[dim]) // length), num_shards))

@@ -1,5 +1,6 @@
 """Checkpoints for exact resumption: written atomically by all ranks, verified, and read by any number of ranks."""
 
+import contextlib
 import re
 import shutil
 import socket
@@ -155,10 +156,9 @@ class Checkpointer:
     def _commit(self, outcomes: list[dict[str, Any]]) -> None:
         """Rank 0: once all ranks' files are written, writes the rest and renames; then removes old checkpoints."""
         try:
-            errors = [outcome for outcome in outcomes if "error" in outcome]
-            if errors:
-                failure = OSError(errors[0]["error"])
-                failure.errno = errors[0]["errno"]
+            for error in (outcome for outcome in outcomes if "error" in outcome):
+                failure = OSError(error["error"])
+                failure.errno = error["errno"]
                 raise failure
             files = {outcome["file"]: outcome["entry"] for outcome in outcomes if outcome}
             files[checkpoint_files.STATE] = write_json(self.aside / checkpoint_files.STATE, self.state)
@@ -173,8 +173,10 @@ class Checkpointer:
         for path in checkpoint_files.find_checkpoints(self.directory):
             if num_valid == self.num_kept:
                 disk.remove_directory(path)
-            else:
-                num_valid += is_whole(path)
+                continue
+            with contextlib.suppress(ValueError):  # a file is missing or short; their content is verified on loading
+                checkpoint_files.read_manifest(path)
+                num_valid += 1
 
     def choose(self, resume: str) -> Checkpoint | None:
         """Chooses the checkpoint for `--resume`: auto, strict, none, or a checkpoint's path."""
@@ -229,8 +231,7 @@ class Checkpointer:
 
     def verify_origin(self, origin: Checkpoint) -> None:
         """NoValidCheckpoint if a file of the checkpoint of --continue-from is damaged."""
-        damage = self._find_damage(origin)
-        if damage is not None:
+        if (damage := self._find_damage(origin)) is not None:
             raise NoValidCheckpoint(f"--continue-from {origin.path}: is not valid: {damage}")
 
     def _verify(self, path: Path) -> tuple[str | None, Checkpoint | None]:
@@ -272,8 +273,7 @@ class Checkpointer:
         reader, layouts = checkpoint.open_tensors(), checkpoint.layout["tensors"]
         optimizer, saved_keys = train_state.optimizer, group_state(layouts)
         for param_name, param in train_state.model.named_parameters():
-            keys = saved_keys.get(param_name, [])
-            if keys and set(keys) != state_keys(optimizer, param):
+            if (keys := saved_keys.get(param_name, [])) and set(keys) != state_keys(optimizer, param):
                 raise ValueError(
                     f"{checkpoint.path}: was written with a different --optimizer: for {param_name} it has"
                     f" {', '.join(sorted(keys))}, not {', '.join(sorted(state_keys(optimizer, param)))}"
@@ -322,15 +322,6 @@ def check_state(state: Any, name: str) -> None:
         raise ValueError(f"{checkpoint_files.STATE} does not have the form that train.py writes")
     if re.fullmatch(checkpoint_files.STEP_NAME, name) and name != f"step_{position['step']}":
         raise ValueError(f"{checkpoint_files.STATE} is of step {position['step']}, but the directory's name is {name}")
-
-
-def is_whole(path: Path) -> bool:
-    """Whether a checkpoint has all its files in full size; their content is verified on loading."""
-    try:
-        checkpoint_files.read_manifest(path)
-        return True
-    except ValueError:
-        return False
 
 
 def find_damage(checkpoint: Checkpoint, found: list[dict[str, dict[str, Any]]]) -> str | None:

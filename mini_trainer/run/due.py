@@ -29,42 +29,31 @@ class Calendar:
 
     def find_due(self, position: RunPosition, *, num_steps: int | None, flags: int = 0) -> Due:
         """What is due at `position`, the end of a step; `flags` are OR-ed over ranks (see distributed.ending.Flag)."""
-        is_last, length = position.step == num_steps, self.epoch_length
+        is_last, exports, validation = position.step == num_steps, self.exports, self.validation
         stop = None if is_last else stop_reason(flags)
+        ends_epoch = has_crossed(position, self.epoch_length)
+        is_validated = is_last or is_multiple(position.step, validation.validate_every_steps)
+        is_validated = is_validated or (validation.validate_at_epoch and ends_epoch)
         every = self.checkpoints.checkpoint_every_steps
-        is_checkpoint_step = every is not None and (position.step % every == 0 or is_last)
+        is_saved = is_multiple(position.step, every) or (every is not None and is_last)
+        is_exported = has_crossed(position, exports.min_samples_per_checkpoint)
+        is_exported = is_exported or (exports.checkpoint_at_epoch and ends_epoch)
+        is_exported = is_exported or (exports.save_final_checkpoint and is_last)
         return Due(
-            validation=is_validation_due(position, self.validation, epoch_length=length, is_last=is_last),
-            checkpoint=is_checkpoint_step or stop is not None or bool(flags & Flag.CHECKPOINT_DUE),
-            export=is_export_due(position, self.exports, epoch_length=length, is_last=is_last)
-            or bool(flags & Flag.EXPORT_DUE),
+            validation=bool(validation.validation_data_path) and is_validated,
+            checkpoint=is_saved or stop is not None or bool(flags & Flag.CHECKPOINT_DUE),
+            export=is_exported or bool(flags & Flag.EXPORT_DUE),
             stop=stop,
             is_last=is_last or stop is not None,
         )
 
 
-def is_export_due(position: RunPosition, options: ExportOptions, *, epoch_length: int, is_last: bool) -> bool:
-    """Whether the step that ended at `position` crossed one of the thresholds, or was the last."""
-    every = options.min_samples_per_checkpoint
-    return (
-        (is_last and options.save_final_checkpoint)
-        or (every is not None and has_crossed(position, every))
-        or (options.checkpoint_at_epoch and has_crossed(position, epoch_length))
-    )
+def is_multiple(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
 
 
-def is_validation_due(position: RunPosition, options: ValidationOptions, *, epoch_length: int, is_last: bool) -> bool:
-    """Whether the model is to be validated at `position`, the end of a step."""
-    if not options.validation_data_path:
-        return False
-    every = options.validate_every_steps
-    return (
-        is_last
-        or (every is not None and position.step % every == 0)
-        or (options.validate_at_epoch and has_crossed(position, epoch_length))
-    )
-
-
-def has_crossed(position: RunPosition, every: int) -> bool:
+def has_crossed(position: RunPosition, every: int | None) -> bool:
     """Whether the last step's samples reached another multiple of `every`."""
+    if every is None:
+        return False
     return position.num_samples // every > (position.num_samples - position.num_in_step) // every

@@ -56,8 +56,7 @@ class WeightStream:
         """`shell` and `shapes` are on the meta device; `source_names` are those in the base model's files."""
         self.shell, self.conversions = shell, list_conversions(shell, source_names)
         shell._weight_conversions = self.conversions or None  # or transformers lists them again for every tensor
-        ignored = shell._keys_to_ignore_on_save or ()
-        shapes = {name: shape for name, shape in shapes.items() if name not in ignored}
+        shapes = {name: shape for name, shape in shapes.items() if name not in (shell._keys_to_ignore_on_save or ())}
         stored = self.revert(shapes)
         split = split_state_dict_into_shards_factory(
             stored,
@@ -118,8 +117,7 @@ class WeightStream:
         converted = self.revert(group)
         for name in sorted(converted, key=self.turn_of):
             tensor = converted[name]
-            expected = self.stored[name]
-            kinds = [f"{list(each.shape)} {each.dtype}" for each in (tensor, expected)]
+            kinds = [f"{list(each.shape)} {each.dtype}" for each in (tensor, self.stored[name])]
             assert kinds[0] == kinds[1], f"{name} is {kinds[0]}, but {kinds[1]} was planned"
             self.file_of[name].write(name, tensor)
 
@@ -238,8 +236,7 @@ def follow_tokenizer(
     This is done only for exports: a model's embedding does not train at the padding id in its config.
     """
     for name in ("bos_token_id", "pad_token_id"):
-        token_id = getattr(tokenizer, name)
-        if token_id is not None and token_id < vocab_size:
+        if (token_id := getattr(tokenizer, name)) is not None and token_id < vocab_size:
             setattr(config, name, token_id)
 
 

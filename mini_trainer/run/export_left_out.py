@@ -34,7 +34,6 @@ def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     found = {}
     for path in (model_dir / name for name in list_weights(model_dir)):
         header, data = read_header(path)
-        header.pop("__metadata__", None)
         for name, entry in header.items():
             start, end = entry.pop("data_offsets")
             found[name] = StoredTensor(name, path, entry, data + start, end - start)
@@ -42,10 +41,12 @@ def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Reads a safetensors file's header; also returns the offset of its data."""
+    """Reads the tensors' entries in a safetensors file's header; also returns the offset of the file's data."""
     with open_regular(path) as file:
         size = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(size)), 8 + size
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return header, 8 + size
 
 
 def add_tensors(
@@ -61,11 +62,14 @@ def add_tensors(
     Tensors stored unchanged among the model's `own_tensors` are copied; quantized ones are written dequantized. The
     weights must be complete: call `pool.wait` before, if it writes them.
     """
-    tensors = [own_tensors[name] for name in sorted(left_out) if is_copied(left_out[name], own_tensors.get(name))]
+    kinds = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in left_out.items()}
+    own_kinds = {name: (tensor.entry["dtype"], tensor.entry["shape"]) for name, tensor in own_tensors.items()}
+    tensors = [own_tensors[name] for name in sorted(left_out) if kinds[name] == own_kinds.get(name)]
     copied = {tensor.name for tensor in tensors}
     own = list_weights(directory)
-    if quantized := {name: tensor for name, tensor in left_out.items() if name not in copied}:
-        write_stored(directory / DEQUANTIZED, quantized, pool)
+    if quantized := {name: kind for name, kind in kinds.items() if name not in copied}:
+        TensorFile(directory / DEQUANTIZED, quantized, pool).fill(lambda name: left_out[name].read())
+        pool.wait()
         own = [*own, DEQUANTIZED]
     shards = divide(tensors, max_bytes)
     names = [f"model-{i + 1:05d}-of-{len(own) + len(shards):05d}.safetensors" for i in range(len(own) + len(shards))]
@@ -77,18 +81,12 @@ def add_tensors(
     weight_map, total_size = {}, 0
     for name in names:
         header, _ = read_header(directory / name)
-        header.pop("__metadata__", None)
         weight_map |= dict.fromkeys(header, name)
         total_size += sum(end - start for start, end in (entry["data_offsets"] for entry in header.values()))
     known = read_object(directory / INDEX).get("metadata", {}) if (directory / INDEX).exists() else {}
     index = {"metadata": known | {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     assert not (directory / WEIGHTS).exists(), "a weight file outside the index would be read instead of it"
-
-
-def is_copied(tensor: Stored, own: StoredTensor | None) -> bool:
-    """Whether a tensor is stored unchanged in the model's files."""
-    return own is not None and (tensor.dtype, list(tensor.shape)) == (own.entry["dtype"], own.entry["shape"])
 
 
 def divide(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
@@ -102,15 +100,6 @@ def divide(tensors: Iterable[StoredTensor], max_bytes: int) -> list[list[StoredT
         shards[-1].append(tensor)
         filled += tensor.num_bytes
     return shards
-
-
-def write_stored(path: Path, tensors: dict[str, Stored], pool: WritePool) -> None:
-    """Writes a safetensors file, dequantizing one tensor at a time."""
-    file = TensorFile(path, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, pool)
-    for name, place in list(file.places.items()):
-        pool.make_room(len(place))
-        file.write(name, tensors[name].read())
-    pool.wait()
 
 
 def write_copies(path: Path, tensors: list[StoredTensor], pool: WritePool) -> None:

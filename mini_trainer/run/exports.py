@@ -138,8 +138,7 @@ class Exports:
 
     def remove_old(self, position: RunPosition) -> None:
         """Applies --keep-exports; keeps exports of later positions, from before a resume."""
-        num_kept = self.options.keep_exports
-        if num_kept is None:
+        if (num_kept := self.options.keep_exports) is None:
             return
         numbers = list_numbers(self.directory)
         for number in [number for number in numbers if number <= position.num_samples][:-num_kept]:

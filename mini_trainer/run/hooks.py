@@ -87,8 +87,7 @@ def check_callback(given: Any, name: str) -> None:
         )
     if given is not kind:
         raise ValueError(f"{name}: is an object: give its class, {kind.__name__}, of which each rank makes its own")
-    unknown = sorted(hook for hook in dir(given) if hook.startswith("on_") and hook not in dir(Callback))
-    if unknown:
+    if unknown := sorted(hook for hook in dir(given) if hook.startswith("on_") and hook not in dir(Callback)):
         raise ValueError(f"{name}: {'; '.join(map(describe_unknown_hook, unknown))}; hooks are {', '.join(HOOKS)}")
     if all(getattr(given, hook) is getattr(Callback, hook) for hook in HOOKS):
         raise ValueError(f"{name}: overrides no hook; hooks are {', '.join(HOOKS)}")

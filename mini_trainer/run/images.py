@@ -16,8 +16,7 @@ def count_images(inputs: RunInputs, vision: VisionOptions) -> int:
     """Counts images' patches, tells the family the largest image, and returns the number of samples with too many."""
     cap, training, held_out = vision.max_image_tokens_per_gpu, inputs.data, inputs.validation_data
     count_patches = functools.cache(inputs.family.vision_inputs.count_patches)
-    drop_overlong = inputs.data_options.drop_overlong
-    num_dropped = count_set_images(training, count_patches, cap=cap, drop_overlong=drop_overlong)
+    num_dropped = count_set_images(training, count_patches, cap=cap, drop_overlong=inputs.data_options.drop_overlong)
     if held_out is not None:
         count_set_images(held_out, count_patches, cap=None, drop_overlong=False)
         most = None if cap is None else max(cap, int(held_out.images.patches.max()))

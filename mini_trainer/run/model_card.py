@@ -183,8 +183,7 @@ def describe_data(inputs: RunInputs, params: dict[str, Any]) -> Iterator[str]:
         rows.append((f"`{shorten_paths(name)}`", f"{len(source.kept):,}", f"{tokens:,}", f"{data.shares[i]:.1%}"))
     yield table(("data set", "samples", "tokens", "share of samples drawn"), rows)
     yield f"\nFingerprint of all: `{params['identity']['data']}`."
-    made_from = [made for sidecar in inputs.sidecars if sidecar for made in sidecar.get("sources", [])]
-    if made_from:
+    if made_from := [made for sidecar in inputs.sidecars if sidecar for made in sidecar.get("sources", [])]:
         rows = [(f"`{PurePath(made['file']).name}`", f"`{made['sha256']}`") for made in made_from]
         yield "\n" + table(("made from", "SHA-256"), rows)
     if names := name_validation_data(params["options"]):

@@ -1,11 +1,10 @@
 """Makes a run's data local before it starts: tokenizes rows in a child process, and copies data sets at URLs."""
 
-import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from mini_trainer.data.stores.made import MADE, is_as_made, record_made
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.fetched import download_data_sets, fetch_sets, find_sets, locate_sets
 from mini_trainer.data.tokenized.sidecar import find_outputs, locked
-from mini_trainer.distributed.children import name_module, tie_to_this
+from mini_trainer.distributed.children import end_child, start_child
 from mini_trainer.distributed.ending import ExitCode, log
 from mini_trainer.distributed.messages import hide_in, print_as_is
 from mini_trainer.distributed.watch import RunControl
@@ -46,8 +45,7 @@ def find_data(options: TrainOptions) -> dict[str, tuple[str, ...]]:
     options = replace_options(options, format=rows.format)
     model, trust = options.model, options.model.trust_remote_code
     model_dir = find_model(model.model_name_or_path, revision=model.model_revision, trust_remote_code=trust)
-    cache_dir = expand(options.data_cache_dir)
-    outputs = find_outputs(rows, model_dir, cache_dir=cache_dir, trust_remote_code=trust)
+    outputs = find_outputs(rows, model_dir, cache_dir=expand(options.data_cache_dir), trust_remote_code=trust)
     with locked(outputs):
         record, key = outputs.data.with_name(MADE), outputs.data.parent.name
         if outputs.data.exists() and is_as_made(record, key):
@@ -67,26 +65,12 @@ def run_process_data(values: Mapping[str, Any], output_file: Path) -> None:
     names = {option.name for option, _ in iterate_fields(ProcessDataOptions)} - {"config"}
     own = {name: value for name, value in values.items() if name in names}
     whole = {"output_file": str(output_file), "shard": "1/1"}  # the whole data set, not one part per process
-    hidden = describe_options(ProcessDataOptions, hide_in(own | whole))
-    write_text(output_file.with_name(OPTIONS_FILE), hidden)
+    write_text(output_file.with_name(OPTIONS_FILE), describe_options(ProcessDataOptions, hide_in(own | whole)))
     with tempfile.TemporaryFile("w+", encoding="utf-8") as config:  # which may hold secrets, so it has no name
         config.write(describe_options(ProcessDataOptions, own | whole))
         config.seek(0)
-        run_command(["process-data", "--config", f"/dev/fd/{config.fileno()}"], given=config.fileno())
-
-
-def run_command(words: Sequence[str], *, given: int) -> None:
-    """Runs a command of `mini-trainer` that has the descriptor `given`; ValueError with its message."""
-    child = subprocess.Popen(
-        [*name_module("mini_trainer"), *words],
-        pass_fds=[given],
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        env=os.environ | tie_to_this(),
-        process_group=0,  # a terminal's Ctrl-C reaches only this process, which ends the child
-    )
+        words = ["process-data", "--config", f"/dev/fd/{config.fileno()}"]
+        child = start_child(words, None, errors=subprocess.PIPE, pass_fds=[config.fileno()])
     message: list[str] = []
     try:
         for line in child.stderr:
@@ -96,15 +80,13 @@ def run_command(words: Sequence[str], *, given: int) -> None:
                 print_as_is(line, sys.stderr)
         code = child.wait()
     finally:
-        if child.poll() is None:
-            child.terminate()
-            child.wait()
+        end_child(child)
     if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     if code != ExitCode.DONE:
         by = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
-        words = "".join(message).removeprefix("error: ").strip()
-        raise ValueError(words or f"process_data.py ended with {by}, without a data set")
+        reason = "".join(message).removeprefix("error: ").strip()
+        raise ValueError(reason or f"process_data.py ended with {by}, without a data set")
 
 
 def make_data_local(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:

@@ -1,8 +1,8 @@
 """A run's reference model: scores the data once, and keeps the numbers next to it."""
 
+import functools
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from mini_trainer.model.config import ModelSource
 from mini_trainer.model.fingerprints import digest_data, fingerprint_model
 from mini_trainer.model.hashed_tensors import read_hashed, write_hashed
 from mini_trainer.model.scoring.data_scores import score_data
-from mini_trainer.objectives.objective import Objective, PackedModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.run.inputs import REFERENCE_MODEL, RunInputs
 
 # Rows of a data set that are scored together and then written: a run that is killed continues from there.
@@ -34,45 +34,28 @@ def add_reference(
     key = call_on_rank0(world, lambda: identify_reference(inputs))
     known = []
     for data in list_sets(inputs):
-        values = call_on_rank0(world, lambda data=data: read_values(data, key))
-        known.append(Known(data, key, values, find_missing(data, values)))
-    num_missing, num_rows = sum(len(own.missing) for own in known), sum(len(own.data.kept) for own in known)
+        values = call_on_rank0(world, lambda data=data: read_values(data, key))  # (rows, 2) fp32; NaN if unknown
+        known.append((data, values, find_missing(data, values)))
+    num_missing, num_rows = sum(len(rows) for *_, rows in known), sum(len(data.kept) for data, *_ in known)
     log.info(f"reference: {num_rows - num_missing:,} of {num_rows:,} samples scored before, {num_missing:,} to score")
     other = inputs.other_models.get(REFERENCE_MODEL)
     scorer = model if not num_missing or other is None else build(other)
-    for own in known:
-        score_missing(
-            own,
-            scorer,
-            inputs.objective,
-            cap=inputs.data_options.max_tokens_per_gpu,
-            world=world,
-            progress=lambda where: progress(f"reference, {where}"),
-        )
-        own.data.add_column(reference.column, own.values)
-    del scorer
+    score = functools.partial(
+        score_data,
+        scorer,
+        cap=inputs.data_options.max_tokens_per_gpu,
+        world=world,
+        by_sample=True,
+        progress=lambda where: progress(f"reference, {where}"),
+    )
+    for data, values, missing in known:
+        for part in split_rows(missing, [len(source.lengths) for source in data.sources]):
+            found = score(data=data.restricted_to(part), objective=inputs.objective)
+            values[part] = reference.read(found.sums[part].numpy())
+            call_on_rank0(world, lambda data=data, values=values: write_values(data, values, key))
+        data.add_column(reference.column, values)
+    del score, scorer
     gc.collect()  # the modules of another model refer to each other
-
-
-@dataclass(frozen=True)
-class Known:
-    """The known values of a data set's rows by one reference model."""
-
-    data: Mixture
-    key: str  # a hash of everything but the data that affects the model's numbers
-    values: np.ndarray  # (rows, 2) fp32; NaN if unknown
-    missing: np.ndarray  # (n,) kept rows without known values
-
-
-def score_missing(
-    known: Known, scorer: PackedModel, objective: Objective, *, cap: int, world: World, progress: Tell
-) -> None:
-    """Scores the missing rows, and writes all known values after each part. All ranks call this."""
-    for part in split_rows(known.missing, [len(source.lengths) for source in known.data.sources]):
-        restricted = known.data.restricted_to(part)
-        found = score_data(scorer, restricted, objective, cap=cap, world=world, by_sample=True, progress=progress)
-        known.values[part] = objective.reference.read(found.sums[part].numpy())
-        call_on_rank0(world, lambda: write_values(known.data, known.values, known.key))
 
 
 def list_sets(inputs: RunInputs) -> list[Mixture]:
@@ -81,8 +64,6 @@ def list_sets(inputs: RunInputs) -> list[Mixture]:
 
 def find_unscored(inputs: RunInputs) -> list[tuple[Mixture, np.ndarray]]:
     """The rows of the run's data that it will score before its first step."""
-    if inputs.objective.reference is None:
-        return []
     key = identify_reference(inputs)
     return [(data, find_missing(data, read_values(data, key))) for data in list_sets(inputs)]
 
@@ -145,19 +126,8 @@ def write_values(data: Mixture, values: np.ndarray, key: str) -> None:
 
 def identify_reference(inputs: RunInputs) -> str:
     """A hash of everything but the data that affects the reference's numbers."""
-    other = inputs.other_models.get(REFERENCE_MODEL)
-    if other is not None:
-        return hash_reference(other.directory, [], "none", inputs.compute_dtype)  # without the method's layers
-    method_data = inputs.method.list_data_hashes()
-    origin = None if inputs.origin is None else inputs.origin.digest
-    quantization = inputs.values["base_quantization"]
-    return hash_reference(inputs.model_dir, method_data, quantization, inputs.compute_dtype, origin=origin)
-
-
-def hash_reference(
-    directory: str, method_data: list[str], quantization: str, compute_dtype: torch.dtype, *, origin: str | None = None
-) -> str:
-    """The key of a reference model's numbers: its weights, the layers added to them, and the compute type. `origin`:
-    digest of a checkpoint whose weights replace the model's."""
-    parts = [fingerprint_model(directory), method_data, quantization, str(compute_dtype)]
-    return hash_json(parts if origin is None else [*parts, origin])
+    if (other := inputs.other_models.get(REFERENCE_MODEL)) is not None:  # without the method's layers
+        return hash_json([fingerprint_model(other.directory), [], "none", str(inputs.compute_dtype)])
+    method_data, quantization = inputs.method.list_data_hashes(), inputs.values["base_quantization"]
+    parts = [fingerprint_model(inputs.model_dir), method_data, quantization, str(inputs.compute_dtype)]
+    return hash_json(parts if inputs.origin is None else [*parts, inputs.origin.digest])  # whose weights the run takes

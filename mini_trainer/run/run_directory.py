@@ -43,7 +43,12 @@ class RunDirectory:
         self.path, self.options, self.world, self.control = Path(path), options, world, control
         call_on_rank0(world, lambda: check_output_dir(self.path))
         call_on_rank0(world, lambda: control.files.lock_directory(self.path))
-        check_disks(world, self.path)
+        if count_local_ranks() < world.world_size:
+            from mini_trainer.run.preflight_nodes import check_nodes
+
+            check_nodes(world, self.path)
+        else:
+            call_on_rank0(world, lambda: check_disk(self.path))
         self.checkpointer = Checkpointer(
             self.path / "checkpoints",
             world=world,
@@ -54,9 +59,8 @@ class RunDirectory:
         if call_on_rank0(world, lambda: has_checkpoints(self.checkpointer.directory)):
             control.files.own(self.path)
         self.checkpoint: Checkpoint | None = self.checkpointer.choose(options.resume)
-        origin = options.continue_from
         self.origin: Checkpoint | None = None
-        if origin is not None:
+        if (origin := options.continue_from) is not None:
             self.origin = call_on_rank0(world, lambda: read_origin(Path(origin), self.path))
         self.start = RunPosition(**self.checkpoint.state["position"]) if self.checkpoint else RunPosition()
         self.values: Mapping[str, Any] = {}  # all options by name
@@ -210,16 +214,6 @@ class RunDirectory:
             call_on_rank0(self.world, self.control.check_directory)
             call_on_rank0(self.world, lambda: identity.record_end(self.path))
         return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
-
-
-def check_disks(world: World, output_dir: Path) -> None:
-    """The same RunError on every rank if a node cannot write to the directory as a run does. All ranks call this, rank
-    0 after it has made the directory."""
-    if count_local_ranks() < world.world_size:
-        from mini_trainer.run.preflight_nodes import check_nodes
-
-        return check_nodes(world, output_dir)
-    call_on_rank0(world, lambda: check_disk(output_dir))
 
 
 def open_console(time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int | None = None) -> Sink:

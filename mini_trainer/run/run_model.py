@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mini_trainer.distributed.devices import DTYPES, give_back_freed_memory
-from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.ending import FEWER_TOKENS, log
 from mini_trainer.distributed.world import World, count_sharing
 from mini_trainer.model.attention import list_heads
 from mini_trainer.model.build import build_model
@@ -201,8 +201,6 @@ def settle_auto_options(
 def find_fewer_tokens(settled: dict[str, Any], inputs: RunInputs, world: World) -> int | None:
     """Tokens of a micro-batch with which the run starts over, once, if it has no room for those chosen for it; None if
     they were not chosen, or if the longest sample needs more."""
-    from mini_trainer.distributed.restart import FEWER_TOKENS
-
     half = settled.get("max_tokens_per_gpu", 0) // 2
     has_room = half * count_sharing(world.row_group) >= inputs.data.longest
     return half if has_room and FEWER_TOKENS not in os.environ else None

@@ -59,8 +59,7 @@ def answer_greedily(
     while is_any(bool(waiting), world):
         progress(f"sample prompts, {len(waiting)} unfinished")
         row = pack_row([np.array([*prompts[i], *answers[i]]) for i in waiting] or [IDLE])
-        micro_batch = MicroBatch(row, NO_TARGETS).to(world.device)
-        chosen = model.predict(micro_batch, choose_next).tolist()
+        chosen = model.predict(MicroBatch(row, NO_TARGETS).to(world.device), choose_next).tolist()
         for i, token in zip(waiting, chosen, strict=False):  # an idle row's is left out
             answers[i].append(token)
         waiting = [i for i in waiting if answers[i][-1] not in stops and len(answers[i]) < room[i]]
@@ -109,16 +108,16 @@ class Samples:
         found = answer_greedily(
             state.model, self.ids, room=self.room, stops=self.stops, world=state.world, progress=progress
         )
-        return [self.describe(i, ids, step) for i, ids in enumerate(found or ())]
-
-    def describe(self, index: int, answer: list[int], step: int) -> dict[str, Any]:
-        return {
-            "step": step,
-            "prompt": self.shown[index],
-            "answer": self.tokenizer.decode(answer, skip_special_tokens=True),
-            "finish_reason": "stop" if answer and answer[-1] in self.stops else "length",
-            "num_tokens": len(answer),
-        }
+        return [
+            {
+                "step": step,
+                "prompt": self.shown[i],
+                "answer": self.tokenizer.decode(ids, skip_special_tokens=True),
+                "finish_reason": "stop" if ids and ids[-1] in self.stops else "length",
+                "num_tokens": len(ids),
+            }
+            for i, ids in enumerate(found or ())
+        ]
 
 
 def open_samples(
@@ -192,8 +191,7 @@ def keep_lines(path: Path, *, last_step: int) -> set[tuple[int, str]]:
         lines = file.readlines()
     rows = [parse_sample(line) for line in lines]
     kept = [i for i, row in enumerate(rows) if row is not None and row["step"] <= last_step]
-    damaged = sum(row is None and line.endswith(b"\n") for row, line in zip(rows, lines, strict=True))
-    if damaged:
+    if damaged := sum(row is None and line.endswith(b"\n") for row, line in zip(rows, lines, strict=True)):
         log.warning(f"warning: {path}: damaged lines, which are removed: {damaged}")
     if len(kept) < len(lines):
         with written_aside(path) as (aside,):

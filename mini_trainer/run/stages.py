@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mini_trainer.data.stores.disk import check_output_dir, hash_json, is_running, write_text
 from mini_trainer.distributed.children import run_child
 from mini_trainer.distributed.ending import ExitCode, RunError, ending_with_message, exit_with_message
@@ -42,13 +44,10 @@ class Stage:
     @property
     def text(self) -> str:
         """The option file."""
-        import yaml
-
         values = {name: escape(value) for name, value in self.options.items()}
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
     def write_options(self) -> None:
-        """Writes the option file."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.file("yaml"), self.text)
 
@@ -72,9 +71,8 @@ class Stage:
         if record is None or not record.is_file() or not self.file("yaml").is_file():
             return False
         kinds = {"options": dict, "finished": str | None}
-        advice = f"; remove {record.parent} to train again"
         # Of its last start, which may have had another end.
-        found = read_fields(record, kinds, written_by="train.py", advice=advice)
+        found = read_fields(record, kinds, written_by="train.py", advice=f"; remove {record.parent} to train again")
         is_same = found["options"].get("max_steps") == self.options.get("max_steps")
         return is_same and read_text(self.file("yaml")) == self.text and bool(found["finished"])
 

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -48,13 +47,10 @@ from mini_trainer.options.fields import check_choices
 from mini_trainer.options.objectives import TAUGHT
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.identity import flatten_with_urls
-from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, Errors, RunInputs
+from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
 from mini_trainer.run.run_model import describe_data, describe_schedule
 from mini_trainer.run.start_checks import check_placeholders, check_schedule, check_validation, find_oddities
 from mini_trainer.sampler import RunPosition, choose_batching, count_steps
-
-if TYPE_CHECKING:
-    from mini_trainer.run.samples import Samples
 
 
 def settle_by_device(
@@ -119,7 +115,11 @@ def open_inputs(
         num_dropped += errors.attempt(lambda: count_images(inputs, options.vision)) or 0
     open_objective(inputs, options.preference, options.teacher)
     open_schedule(inputs, options.end, options.optimization, start)
-    inputs.samples = open_sample_prompts(options.validation.sample_prompts, inputs)
+    if (prompts := options.validation.sample_prompts) is not None and inputs.tokenizer is not None:
+        from mini_trainer.run.samples import open_samples
+
+        model, has_images = (inputs.config, inputs.generation_config, inputs.tokenizer), inputs.data.has_images
+        inputs.samples = errors.attempt(lambda: open_samples(prompts, *model, has_images=has_images))
     if inputs.batching is not None:
         errors.attempt(lambda: check_schedule(inputs, options.optimization))
         describe_data(inputs, num_dropped=num_dropped, start=start)
@@ -194,20 +194,11 @@ def make_data_local(options: TrainOptions, world: World, control: RunControl) ->
     return raw_rows.make_data_local(options, world, control)
 
 
-def open_sample_prompts(path: str | None, inputs: RunInputs) -> "Samples | None":
-    """The prompts of --sample-prompts for the model."""
-    if path is None or inputs.tokenizer is None:
-        return None
-    from mini_trainer.run.samples import open_samples
-
-    parts, has_images = (inputs.config, inputs.generation_config, inputs.tokenizer), inputs.data.has_images
-    return inputs.errors.attempt(lambda: open_samples(path, *parts, has_images=has_images))
-
-
 def open_data(inputs: RunInputs, given: Sequence[str], teacher: TeacherOptions, *, num_sharing: int) -> int:
     """Opens all data sets, `given` for validation, with their sidecars; returns the number of dropped samples."""
     o, errors, cache_dir = inputs.data_options, inputs.errors, inputs.values["data_cache_dir"]
-    inputs.validation_data = open_validation_data(o, given, errors, cache_dir=cache_dir)
+    if held_out := list_validation_data(given, o.data_path):
+        inputs.validation_data = errors.attempt(lambda: open_validation_data(held_out, o, cache_dir=cache_dir))
     inputs.data = data = errors.attempt(
         lambda: Mixture(
             [TokenizedData(path, cache_dir=cache_dir) for path in o.data_path],
@@ -232,19 +223,14 @@ def open_data(inputs: RunInputs, given: Sequence[str], teacher: TeacherOptions, 
     return num_dropped or 0
 
 
-def open_validation_data(o: DataOptions, given: Sequence[str], errors: Errors, *, cache_dir: str) -> Mixture | None:
+def open_validation_data(paths: Sequence[str], o: DataOptions, *, cache_dir: str) -> Mixture:
     """Opens the sets of --validation-data-path; each must have something to predict."""
-    paths = list_validation_data(given, o.data_path)
-
-    def open_sets() -> Mixture:
-        option = "--validation-data-path"
-        data = Mixture([TokenizedData(path, option=option, cache_dir=cache_dir) for path in paths])
-        if o.subset is not None:
-            data.take_subset(parse_subset(o.subset), seed=o.seed)
-        data.check_trained(option)
-        return data
-
-    return errors.attempt(open_sets) if paths else None
+    option = "--validation-data-path"
+    data = Mixture([TokenizedData(path, option=option, cache_dir=cache_dir) for path in paths])
+    if o.subset is not None:
+        data.take_subset(parse_subset(o.subset), seed=o.seed)
+    data.check_trained(option)
+    return data
 
 
 def make_from_data(name: str, settings: ObjectiveSettings, inputs: RunInputs, *, best_metric: str) -> Objective | None:
@@ -269,8 +255,7 @@ def open_model(inputs: RunInputs) -> None:
     )
     if directory is not None:
         inputs.config = errors.attempt(lambda: load_config(directory, family, trust_remote_code=trust))
-    config = inputs.config
-    if config is None:
+    if (config := inputs.config) is None:
         return
     own = errors.attempt(method.read_generation_config)
     generation = own or errors.attempt(lambda: load_generation_config(directory, config)) or GenerationConfig()

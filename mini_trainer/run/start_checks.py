@@ -130,8 +130,7 @@ def describe_few_updates(num_updates: int, inputs: RunInputs, o: OptimizationOpt
     share = num_updates / FEW_UPDATES
     advice = [f"{flag} {int(int(size) * share)}"] if int(size) * share >= 1 else []
     advice += [f"--max-epochs {math.ceil(end.max_epochs / share)}"] if end.max_epochs is not None else []
-    method = next((name for name in USUAL_RATES if inputs.values.get(name)), "full")
-    name, rates = USUAL_RATES[method]
+    name, rates = USUAL_RATES[next((name for name in USUAL_RATES if inputs.values.get(name)), "full")]
     return (
         f"the run has only {num_updates} optimizer updates, in which a model learns little; {FEW_UPDATES} or more are"
         f" usual: {' or '.join([*advice, 'more data'])}. Usual learning rates of {name} are {rates}, this run's is"
@@ -162,9 +161,10 @@ def describe_inputs(inputs: RunInputs, *, verifies: bool) -> Groups:
     models |= {flag: other.directory for flag, other in inputs.other_models.items()}
     return {
         "data": {
-            name: items
+            f"{option}, data set {i}, {name}": value  # not by its path, which can differ between ranks
             for option, data in inputs.data_sets.items()
-            for name, items in describe_sets(data, option, is_verified=verifies).items()
+            for i, source in enumerate(data.sources, start=1)
+            for name, value in describe_data(source, is_verified=verifies).items()
         }
         | ({} if inputs.samples is None else {"--sample-prompts": inputs.samples.digest[:DIGITS]}),
         "model": {
@@ -177,15 +177,6 @@ def describe_inputs(inputs: RunInputs, *, verifies: bool) -> Groups:
         },
         "method": {flag: f"{path.stat().st_size:,} bytes, {hash_once(path)[:DIGITS]}" for flag, path in read.items()},
         "teacher": {"--teacher-scores": str(inputs.teacher)[:DIGITS]},
-    }
-
-
-def describe_sets(data: Mixture, flag: str, *, is_verified: bool) -> Items:
-    """Descriptions of data sets by their position in `flag`, since their paths can differ between ranks."""
-    return {
-        f"{flag}, data set {i}, {name}": value
-        for i, source in enumerate(data.sources, start=1)
-        for name, value in describe_data(source, is_verified=is_verified).items()
     }
 
 

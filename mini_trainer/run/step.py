@@ -66,8 +66,7 @@ def train_step(
     sums, shared = [], sum_ahead(state.model, batch, world)
     for k, micro_batch in enumerate(batch.micro_batches):
         progress(describe_micro_batch(batch, k))
-        is_last = k + 1 == len(batch.micro_batches)
-        prepare_backward(state.model, options.sharding, is_last=is_last)
+        prepare_backward(state.model, options.sharding, is_last=k + 1 == len(batch.micro_batches))
         micro_batch = state.model.prepare(micro_batch.to(world.device))
         sums.append(run_backward(state.model, micro_batch, batch.divisors, shared=shared))
     raised = flags()

@@ -126,6 +126,11 @@ class TrackerThread:
                 f"warning: --track {self.title}: {what}; training continues, and everything is in the metrics files"
             )
 
+    def _start(self) -> None:
+        ids, keep = self.known.runs.get(self.title, {}), partial(self.known.keep, self.title)
+        self.started = self.tracker(self.run, ids, keep)
+        log.info(f"tracking: {self.title}: {hide_secrets(self.started.where)}")
+
     def _work(self) -> None:
         self.is_dead = not self._succeeds(self._start, "could not be started")
         if self.is_dead:
@@ -133,7 +138,11 @@ class TrackerThread:
         is_over = False
         while not is_over:
             is_over = self.ending.wait(SECONDS_TO_COLLECT)  # before the queue is emptied for the last time
-            self._log([self.queue.get() for _ in range(self.queue.qsize())])
+            entries = [self.queue.get() for _ in range(self.queue.qsize())]
+            lacking = [entry for entry in entries if self._lacks(entry)]
+            # After a failure, later entries may succeed once the network is back.
+            if lacking and not self._succeeds(partial(self.started.log, lacking), "failed"):
+                self.num_lost += len(lacking)
         self._succeeds(self.started.finish, "could not be finished")
 
     def _succeeds(self, call: Callable[[], None], failure: str) -> bool:
@@ -143,17 +152,6 @@ class TrackerThread:
             self.tell(FAILED, f"{failure}: {describe_error(error)}")
             return False
         return True
-
-    def _start(self) -> None:
-        ids, keep = self.known.runs.get(self.title, {}), partial(self.known.keep, self.title)
-        self.started = self.tracker(self.run, ids, keep)
-        log.info(f"tracking: {self.title}: {hide_secrets(self.started.where)}")
-
-    def _log(self, entries: list[Entry]) -> None:
-        """Logs the entries that the tracker lacks; after a failure, later ones may succeed once the network is back."""
-        lacking = [entry for entry in entries if self._lacks(entry)]
-        if lacking and not self._succeeds(partial(self.started.log, lacking), "failed"):
-            self.num_lost += len(lacking)
 
     def _lacks(self, entry: Entry) -> bool:
         """Whether the tracker lacks an entry: a resumed run repeats steps that it may have."""
@@ -288,8 +286,8 @@ def start_tensorboard(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
 
     directory = run.output_dir / "tensorboard"
     keep({"directory": directory.name})
-    is_resumed = any(directory.glob("events.*"))
-    writer = SummaryWriter(str(directory), purge_step=run.first_step + 1 if is_resumed else None)
+    purge_step = run.first_step + 1 if any(directory.glob("events.*")) else None
+    writer = SummaryWriter(str(directory), purge_step=purge_step)
 
     def log_entries(entries: list[Entry]) -> None:
         for step, values in entries:

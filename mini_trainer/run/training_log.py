@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -73,6 +73,16 @@ class Sink:
         """Called once all sinks have received the end."""
 
 
+def to_all(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook of the log that passes on to every sink what it receives."""
+
+    def pass_on(log: "TrainingLog", *received: Any) -> None:
+        for sink in log.sinks:
+            getattr(sink, hook.__name__)(*received)
+
+    return pass_on
+
+
 class TrainingLog(Sink):
     """Passes everything to all sinks."""
 
@@ -90,33 +100,9 @@ class TrainingLog(Sink):
         for sink in self.sinks:
             sink.write(metrics)
 
-    def write_validation(self, metrics: dict[str, Any]) -> None:
-        for sink in self.sinks:
-            sink.write_validation(metrics)
-
-    def write_samples(self, rows: list[dict[str, Any]]) -> None:
-        for sink in self.sinks:
-            sink.write_samples(rows)
-
-    def write_checkpoint(self, path: Path) -> None:
-        for sink in self.sinks:
-            sink.write_checkpoint(path)
-
-    def write_export(self, path: Path) -> None:
-        for sink in self.sinks:
-            sink.write_export(path)
-
-    def write_end(self, reason: str | None) -> None:
-        for sink in self.sinks:
-            sink.write_end(reason)
-
-    def flush_to_disk(self) -> None:
-        for sink in self.sinks:
-            sink.flush_to_disk()
-
-    def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
+    write_validation, write_samples = to_all(Sink.write_validation), to_all(Sink.write_samples)
+    write_checkpoint, write_export = to_all(Sink.write_checkpoint), to_all(Sink.write_export)
+    write_end, flush_to_disk, close = to_all(Sink.write_end), to_all(Sink.flush_to_disk), to_all(Sink.close)
 
 
 class MetricsFile(Sink):
@@ -276,8 +262,7 @@ class LiveLine(Sink):
     def write(self, metrics: dict[str, Any]) -> None:
         self.show("loss", f"loss {metrics['loss']:.4f}")
         self.show("speed", f"{metrics['tokens_per_second']:,.0f} tokens/s")
-        left = self.time_left.after(metrics["step"], time.monotonic())
-        if left is not None:
+        if (left := self.time_left.after(metrics["step"], time.monotonic())) is not None:
             self.show("left", f"left {describe_duration(left)}")
         self.bar.update()
 

@@ -138,8 +138,7 @@ class Uploads:
     def close(self, *, is_done: bool) -> None:
         """Waits a limited time for pending uploads, and prints commands for the others."""
         seconds = SECONDS_TO_UPLOAD if is_done else SECONDS_AT_A_STOP
-        pending = [future for future in self.uploads.values() if not future.done()]
-        if pending:
+        if pending := [future for future in self.uploads.values() if not future.done()]:
             log.info(f"waiting for {len(pending)} uploads to {self.place.name}, at most {seconds:.0f} s")
         wait(pending, seconds)
         left = [upload for upload, future in self.uploads.items() if not (future.done() and future.result())]

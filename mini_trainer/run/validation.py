@@ -72,11 +72,7 @@ def validate(
 
     Scores are weighted by tokens: the same on any number of ranks, and for any `cap` (tokens per rank and micro-batch).
     """
-    start = time.monotonic()
-
-    def say_where(where: str) -> None:
-        progress(f"validation, {where}")
-
+    start, say_where = time.monotonic(), lambda where: progress(f"validation, {where}")
     found = score_data(state.model, data, objective, cap=cap, world=state.world, progress=say_where)
     scores = call_on_rank0(state.world, lambda: summarize_sets(data, objective, found))
     return scores["all"] | {"seconds": time.monotonic() - start, "sets": scores["sets"]}
@@ -85,12 +81,10 @@ def validate(
 def summarize_sets(data: Mixture, objective: Objective, found: DataScores) -> dict[str, dict[str, Any]]:
     """The objective's metrics for all sets together, and for each by name."""
     sums, predictions = found.sums, found.predictions
-    if predictions is None:
-        of_sets = [None] * len(sums)
-    else:
+    of_all, of_sets = None, [None] * len(sums)
+    if predictions is not None:
         sources = data.numbers.source_of(predictions[:, 0].astype(int))
-        of_sets = [predictions[sources == i, 2:] for i in range(len(sums))]
-    of_all = None if predictions is None else predictions[:, 2:]
+        of_all, of_sets = predictions[:, 2:], [predictions[sources == i, 2:] for i in range(len(sums))]
     return {
         "all": objective.summarize(sums.sum(0), of_all),
         "sets": {

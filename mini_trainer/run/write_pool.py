@@ -11,7 +11,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -236,6 +236,12 @@ class TensorFile:
     def write(self, name: str, tensor: Tensor) -> None:
         """Starts writing a tensor, which must not change before `pool` is done."""
         self.pool.write(self.number, self.places.pop(name), tensor)
+
+    def fill(self, read: Callable[[str], Tensor]) -> None:
+        """Starts writing all tensors, in the file's order, each as soon as there is room for it."""
+        for name, place in list(self.places.items()):
+            self.pool.make_room(len(place))
+            self.write(name, read(name))
 
 
 def lay_out(tensors: dict[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, range]]:

@@ -45,7 +45,6 @@ from mini_trainer.options import (
     flatten_options,
     group_options,
     list_types,
-    replace_options,
 )
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer
 from mini_trainer.run.exports import Exports, list_numbers
@@ -120,12 +119,9 @@ def restore_options(checkpoint: Checkpoint, run: Path, *, trust_remote_code: boo
 
         rank = recorded["lora_rank"] or DEFAULT_RANK
         recorded["lora_alpha"] = (recorded["lora_alpha"] or 2 * rank) * math.sqrt(rank)
-    kept = {name: recorded[name] for name in KEPT}
-    known = list_types(TrainOptions)
-    trained = group_options(TrainOptions, **{name: value for name, value in recorded.items() if name in known})
-    return replace_options(
-        trained, **LEFT_OUT | kept | {"output_dir": str(run), "trust_remote_code": trust_remote_code}
-    )
+    known = {name: recorded[name] for name in list_types(TrainOptions).keys() & recorded}
+    known |= LEFT_OUT | {name: recorded[name] for name in KEPT}
+    return group_options(TrainOptions, **known | {"output_dir": str(run), "trust_remote_code": trust_remote_code})
 
 
 def check_made_with(checkpoint: Checkpoint, inputs: RunInputs, optimization: OptimizationOptions) -> None:
@@ -142,8 +138,7 @@ def load_state(
     """The checkpoint's weights, and their average if there is one. The optimizer, which takes no step, is empty."""
     model = build_run_model(inputs, options, world, only_measures=True)
     checkpointer.load_weights(checkpoint, model, inputs.method)
-    average = make_average(model, options.optimization, end=inputs.last_step)
-    if average is not None:
+    if (average := make_average(model, options.optimization, end=inputs.last_step)) is not None:
         checkpointer.load_average(checkpoint, average)
     optimizer = build_optimizer(model, options.optimization, seed=options.data.seed)
     return TrainState(model, inputs.method, optimizer, world, checkpoint.state.get("num_steps_before", 0), average)

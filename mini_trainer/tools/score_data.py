@@ -20,11 +20,11 @@ if __name__ == "__main__":
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urljoin
 
 import numpy as np
@@ -89,7 +89,8 @@ def verify_files(scorer: "Scorer", sets: Sequence[Mixture]) -> None:
 
 def score_set(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
     """Writes a teacher's scores of one data set, or continues them."""
-    with written_alone(locate_scores(data.sources[0].path, options.name), world):
+    with ExitStack() as held:
+        call_on_rank0(world, lambda: hold_scores(locate_scores(data.sources[0].path, options.name), held))
         writer = open_writer(data, seen, scorer, options)
         if writer.is_complete:
             announce(world, f"{writer.path}: there already, by the same teacher")
@@ -103,32 +104,13 @@ def score_set(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreData
         write_scores(writer, functools.partial(scorer.score, seen), world)
 
 
-@contextmanager
-def written_alone(path: Path, world: World) -> Iterator[None]:
-    """Lets one program at a time write the scores at `path`; RunError in another. All ranks call this."""
-    with ExitStack() as held:
-        call_on_rank0(world, lambda: hold_scores(path, held))
-        yield
-
-
 def hold_scores(path: Path, held: ExitStack) -> None:
+    """Lets one program at a time write the scores at `path`, until `held` is left; RunError in another."""
     try:
         held.enter_context(locked(path.with_name(f".{path.name}.lock"), waits=False))
     except BlockingIOError:
         message = f"{path}: another process is writing these scores: wait for it to end, or choose another --name"
         raise RunError(ExitCode.LOCKED, message) from None
-
-
-class Scorer(Protocol):
-    """Who scores."""
-
-    identity: dict[str, Any]  # of ScoreIdentity: teacher, tokenizer, num_ids, dtype
-
-    def verify(self) -> None:
-        """Checks the model's files against the hashes recorded with them."""
-
-    def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
-        """The records of the rows' trained tokens, on rank 0. All ranks call this."""
 
 
 class LocalScorer:
@@ -157,16 +139,13 @@ class LocalScorer:
         teacher = identity["fingerprint"]
         if "adapter_sha256" in identity:
             teacher = hash_json([teacher, identity["adapter_sha256"]])
-        self.identity = {
-            "teacher": teacher,
-            "tokenizer": fingerprint_tokenizer(found.tokenizer),
-            "num_ids": num_ids,
-            "dtype": options.dtype,
-        }
+        tokenizer = fingerprint_tokenizer(found.tokenizer)
+        self.identity = {"teacher": teacher, "tokenizer": tokenizer, "num_ids": num_ids, "dtype": options.dtype}
         family = TextFamily().complete(found.config, found.tokenizer, trust_remote_code=found.trust_remote_code)
         self.objective = TopTokens(family, top_k=options.top_k, temperature=options.temperature, num_ids=num_ids)
 
     def verify(self) -> None:
+        """Checks the model's files against the hashes recorded with them."""
         self.found.verify()
 
     @functools.cached_property
@@ -174,6 +153,7 @@ class LocalScorer:
         return build_scorer(self.found, self.objective, dtype=self.options.dtype, world=self.world)
 
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
+        """The records of the rows' trained tokens, on rank 0. All ranks call this."""
         check_positions(self.model.model, longest=data.longest)
         scores = score_data(
             self.model,
@@ -197,10 +177,7 @@ class ServerScorer:
         if world.world_size > 1:
             raise ValueError("--engine openai runs in one process, but torchrun has started several")
         server = EngineOptions(
-            engine="openai",
-            base_url=options.base_url,
-            api_key_env=options.api_key_env,
-            concurrency=options.concurrency,
+            engine="openai", base_url=options.base_url, api_key_env=options.api_key_env, concurrency=options.concurrency
         )
         self.top_k = options.top_k
         self.engine = engine = OpenAIEngine(None, options.model_name_or_path, server, SamplingOptions())
@@ -228,8 +205,7 @@ class ServerScorer:
     def check(self, longest: int) -> None:
         """ValueError if the server says that it cannot score rows of up to `longest` tokens."""
         engine = self.engine
-        context = engine.context
-        if context is not None and longest >= context:
+        if (context := engine.context) is not None and longest >= context:
             raise ValueError(
                 f"{engine.where}: has a context of {context:,} tokens, but the longest row has {longest:,}, and one is"
                 " generated: serve it with a larger one (vLLM: --max-model-len), or drop longer rows"
@@ -306,6 +282,9 @@ class ServerScorer:
     def describe_error(self, text: str) -> ValueError:
         """The error with the server's name, short and without the key."""
         return ValueError(f"{self.engine.where}: {self.engine.hide(text)[:MAX_SHOWN]}")
+
+
+Scorer = LocalScorer | ServerScorer
 
 
 def open_data(path: str, options: ScoreDataOptions) -> Mixture:

@@ -108,8 +108,7 @@ def choose_engine(given: str | None) -> str:
 
 def read_key() -> str | None:
     """The key that clients have to send, None for none; ValueError for one that protects nothing or cannot be sent."""
-    key = os.environ.get(KEY)
-    if key is not None and (not key or key != key.strip()):
+    if (key := os.environ.get(KEY)) is not None and (not key or key != key.strip()):
         raise ValueError(f"{KEY}: is empty, or begins or ends with white space: correct it, or unset it")
     return key
 
@@ -174,20 +173,12 @@ def list_common(options: ServeOptions, arguments: Mapping[str, Any]) -> list[str
     words = ["--host", options.host, "--port", str(options.port), "--dtype", options.dtype]
     words += ["--trust-remote-code"] if options.trust_remote_code else []
     for name, value in arguments.items():
-        words += list_argument(f"--{name.replace('_', '-')}", value)
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", str(value) if isinstance(value, str | int | float) else json.dumps(value)]
     return words
-
-
-def list_argument(flag: str, value: object) -> list[str]:
-    match value:
-        case True:
-            return [flag]
-        case False:
-            return [f"--no-{flag.removeprefix('--')}"]
-        case str() | int() | float():
-            return [flag, str(value)]
-        case _:
-            return [flag, json.dumps(value)]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ python -m mini_trainer.tools.slurm_job end OUTPUT_DIR STATUS    # after them: ex
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from mini_trainer.data.stores.disk import write_text
@@ -20,15 +19,8 @@ from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.reading import read_fields
 
 MOST_IDLE = 3  # requeues in a row that may bring no step
-
-
-@dataclass(frozen=True)
-class Requeues:
-    """Contents of requeues.json."""
-
-    job: str
-    step: int  # of the newest checkpoint
-    num_idle: int = 0  # requeues in a row with that same checkpoint
+# Of requeues.json; `step` is that of the newest checkpoint, `num_idle` counts requeues in a row with that same one.
+REQUEUES = {"job": str, "step": int, "num_idle": int}
 
 
 def start(argv: list[str]) -> str:
@@ -41,13 +33,18 @@ def start(argv: list[str]) -> str:
 
 def end(output_dir: Path, status: int) -> bool:
     """Whether the job is to be requeued, after srun has returned `status`. Says why not, of a run that was stopped."""
-    if status != ExitCode.SAVED_AND_REQUEUE and read_end(output_dir) != ExitCode.SAVED_AND_REQUEUE:
+    ended = output_dir / EXIT_FILE
+    if status != ExitCode.SAVED_AND_REQUEUE and ended.exists():
+        status = read_fields(ended, {"code": int}, written_by="train.py")["code"]
+    if status != ExitCode.SAVED_AND_REQUEUE:
         return False
     names = [path.name.removeprefix("step_") for path in output_dir.glob("checkpoints/step_*")]
     job, step = os.environ["SLURM_JOB_ID"], max((int(name) for name in names if name.isdecimal()), default=0)
-    before = read_requeues(output_dir)
-    is_idle = before is not None and (before.job, before.step) == (job, step)
-    num_idle = before.num_idle + 1 if is_idle else 0 if step else 1
+    path, before = output_dir / REQUEUES_FILE, {}
+    if path.exists():
+        before = read_fields(path, REQUEUES, written_by="this script", advice="; remove it")
+    is_idle = (before.get("job"), before.get("step")) == (job, step)
+    num_idle = before["num_idle"] + 1 if is_idle else 0 if step else 1
     if num_idle > MOST_IDLE:
         say(
             f"error: not requeued again: {MOST_IDLE} requeues have brought no step after step {step}: this job was"
@@ -55,28 +52,13 @@ def end(output_dir: Path, status: int) -> bool:
             " --signal to those of one step and one checkpoint, and submit it again: it resumes",
             is_error=True,
         )
-        (output_dir / REQUEUES_FILE).unlink()
+        path.unlink()
         return False
     output_dir.mkdir(parents=True, exist_ok=True)
-    write_text(output_dir / REQUEUES_FILE, json.dumps(asdict(Requeues(job, step, num_idle))) + "\n")
+    write_text(path, json.dumps({"job": job, "step": step, "num_idle": num_idle}) + "\n")
     idle = f"; requeue {num_idle} of {MOST_IDLE} without a new step" if num_idle else ""
     say(f"requeueing this job, to continue after step {step}{idle}", is_error=True)
     return True
-
-
-def read_end(output_dir: Path) -> int | None:
-    """The code in exit.json; None if the run wrote none."""
-    path = output_dir / EXIT_FILE
-    return read_fields(path, {"code": int}, written_by="train.py")["code"] if path.exists() else None
-
-
-def read_requeues(output_dir: Path) -> Requeues | None:
-    path = output_dir / REQUEUES_FILE
-    if not path.exists():
-        return None
-    kinds = {field.name: field.type for field in fields(Requeues)}
-    found = read_fields(path, kinds, written_by="this script", advice="; remove it")
-    return Requeues(**{name: found[name] for name in kinds})
 
 
 def main(argv: list[str]) -> None:

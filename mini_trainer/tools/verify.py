@@ -11,7 +11,6 @@ of the export answers what its run recorded.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import VerifyOptions
@@ -98,8 +97,12 @@ def check_record(record: Path) -> Iterator[str]:
             return
         if PART.fullmatch(record.name):
             sidecar = read_object(record)
+        elif record.name.endswith(SIDECAR):
+            sidecar = read_sidecar(name_verified(record))
         else:
-            sidecar = read_sidecar(name_verified(record)) if record.name.endswith(SIDECAR) else read_scores(record)
+            from mini_trainer.model.scoring.score_files import read_score_sidecar  # seconds to import
+
+            sidecar = read_score_sidecar(record)
         recorded = find_recorded_file(sidecar)
         if contents.is_edited(sidecar):
             say(f"edited: {record}")
@@ -111,12 +114,6 @@ def check_record(record: Path) -> Iterator[str]:
             contents.check_recorded(name_verified(record), recorded, record=str(record), again=True)
     except (OSError, ValueError) as error:
         yield str(error)
-
-
-def read_scores(sidecar: Path) -> dict[str, Any]:
-    from mini_trainer.model.scoring.score_files import read_score_sidecar  # seconds to import
-
-    return read_score_sidecar(sidecar)
 
 
 def check_directory(directory: Path) -> Iterator[str]:

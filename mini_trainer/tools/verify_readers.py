@@ -73,8 +73,7 @@ def ask_transformers(found: FoundModel, recorded: dict[str, Any]) -> list[Said]:
         return ask(model, recorded, stops=list_own_stops(found))
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    of_tokens = found.classifies == TOKENS
-    kind = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    kind = AutoModelForTokenClassification if found.classifies == TOKENS else AutoModelForSequenceClassification
     labels = {} if found.adapter is None else {"num_labels": len(recorded["prompts"][0]["values"])}
     model = kind.from_pretrained(found.directory, dtype=dtype, **labels)
     model = model if found.adapter is None else adapter_files.add_adapter(model, found.adapter)
@@ -146,8 +145,7 @@ def ask_server(found: FoundModel, recorded: dict[str, Any], url: str) -> list[Sa
 
     refuse_classes(recorded, url)
     engine = OpenAIEngine(None, found.name, EngineOptions(base_url=url), GREEDY)
-    models = engine.call(engine.client.models.list).data
-    if not models:
+    if not (models := engine.call(engine.client.models.list).data):
         raise ValueError(f"--against {url}: the server lists no model")
     engine.model = models[0].id
     prompts = [Prompt(row={}, text=prompt["text"]) for prompt in recorded["prompts"]]

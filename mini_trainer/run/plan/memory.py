@@ -65,20 +65,12 @@ class Target:
 
 
 @dataclass(frozen=True)
-class PlannedReference:
-    """The work of a reference model before the first step."""
+class PlannedOther:
+    """The work of a reference model before the first step, or of a teacher in every step."""
 
-    num_rows: int  # samples that no run has scored
-    flops: float
-    num_bytes: int  # weights of a separate model on a rank while it scores
-
-
-@dataclass(frozen=True)
-class PlannedTeacher:
-    """The work of a teacher in every step."""
-
-    flops: float  # of its forward pass over a global batch
-    num_bytes: int  # of its weights on a rank
+    flops: float  # of all the samples that it scores, or of its forward pass over a global batch
+    num_bytes: int  # of its weights on a rank, beside the model's; 0: it is the model itself
+    num_rows: int = 0  # of a reference: samples that no run has scored
 
 
 @dataclass(frozen=True)
@@ -89,8 +81,8 @@ class PlannedRun:
     start: RunPosition
     make_method: Callable[[], Method]  # for another model than the inputs'
     model: simulation.PlannedModel | None
-    reference: PlannedReference | None = None  # None also if the objective has none
-    teacher: PlannedTeacher | None = None  # one that reads each micro-batch
+    reference: PlannedOther | None = None  # None also if the objective has none
+    teacher: PlannedOther | None = None  # one that reads each micro-batch
 
 
 @dataclass(frozen=True)
@@ -185,7 +177,10 @@ def plan_memory(
         packing = pack_run(options, target, run)
     try:
         if obstacle is None and packing is not None:
-            memory = simulate_packing(options, target, run, packing)
+            accumulates, longest = bool(packing.num_micro_batches.max() > 1), run.inputs.data.longest_sequence
+            most = packing.num_tokens, packing.num_trained  # the largest micro-batch, the most trained tokens
+            load = simulation.Load(*most, longest, accumulates, num_seen=packing.num_seen)
+            memory = simulate(options, target, run, load)
     except RuntimeError as error:
         obstacle = error
     if obstacle is not None:
@@ -282,11 +277,9 @@ def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, 
     mode, room = auto_settings.choose_mode(
         find, CHECKPOINTING if mode == "auto" else (mode,), enough=enough, is_timed=False
     )
-    cap = given
-    if given == "auto":
-        cap = -(-(room.num_tokens or longest) // num_sharing)
-        if room.num_tokens == 0:
-            findings.add_problem(auto_settings.refuse_longest(data, room))
+    cap = -(-(room.num_tokens or longest) // num_sharing) if given == "auto" else given
+    if given == "auto" and room.num_tokens == 0:
+        findings.add_problem(auto_settings.refuse_longest(data, room))
     weights_bytes = sharding.count_gathered_bytes(meta.model, meta.compute_dtype, meta.list_kept())
     has_room = is_whole or auto_settings.has_room_gathered(room, options.sharding, weights_bytes=weights_bytes)
     resharding = sharding.choose_resharding(options.sharding, has_room=has_room)
@@ -307,13 +300,6 @@ def probe_by_simulation(
         excess_bytes=needed - target.limit,
         bytes_per_token=memory.per_token,
     )
-
-
-def simulate_packing(options: StepOptions, target: Target, run: PlannedRun, packing: Packing) -> simulation.StepMemory:
-    """A step with the largest micro-batch there is, and the most trained tokens."""
-    accumulates, longest = bool(packing.num_micro_batches.max() > 1), run.inputs.data.longest_sequence
-    load = simulation.Load(packing.num_tokens, packing.num_trained, longest, accumulates, num_seen=packing.num_seen)
-    return simulate(options, target, run, load)
 
 
 def simulate(options: StepOptions, target: Target, run: PlannedRun, load: simulation.Load) -> simulation.StepMemory:

@@ -87,8 +87,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
     is_rank0 = os.environ.get("RANK", "0") == "0"
     findings, given = Findings(), options
     if is_rank0:
-        found = findings.problems.attempt(lambda: find_local_data(options))
-        if found is None:
+        if (found := findings.problems.attempt(lambda: find_local_data(options))) is None:
             findings.print()
             return ExitCode.BAD_INPUT
         options = replace_options(options, **found)
@@ -108,8 +107,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
             world = init_world(start_timeout=SLOW_LIMIT)  # rank 0 comes last, when it has made the rest of the plan
             compare_ranks(world, lambda: describe_start(flatten_options(given), world))
             world = divide_world(world, options.sharding)
-            changes = call_on_rank0(world, lambda: list_changes(settled, options))
-            options = replace_options(options, **changes)
+            options = replace_options(options, **call_on_rank0(world, lambda: list_changes(settled, options)))
             if call_on_rank0(world, lambda: is_simulated and not findings.problems and not run.model.method.takes_long):
                 inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=RunPosition())
                 speed = measure_speed(inputs, choose_step_options(options), world)
@@ -132,13 +130,9 @@ def choose_step_options(options: TrainOptions) -> StepOptions:
 
 def list_changes(settled: StepOptions, options: TrainOptions) -> dict[str, Any]:
     """The values of options that may have been auto, and local paths of data sets in place of rows and URLs."""
-    mode, values = settled.compute.activation_checkpointing, flatten_options(options)
-    numbers = dict(
-        activation_checkpointing=mode,
-        max_tokens_per_gpu=settled.data.max_tokens_per_gpu,
-        kernels=settled.compute.kernels,
-    )
-    return numbers | list_resharding(settled.sharding) | {name: values[name] for name in list_data_sets(options)}
+    of_step, values = flatten_options(settled), flatten_options(options)
+    chosen = {name: of_step[name] for name in ("activation_checkpointing", "max_tokens_per_gpu", "kernels")}
+    return chosen | list_resharding(settled.sharding) | {name: values[name] for name in list_data_sets(options)}
 
 
 def find_target(
@@ -205,8 +199,7 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
 
 def find_checkpoint(output_dir: Path, resume: str) -> Checkpoint | None:
     """The checkpoint that --resume would most likely use, not verified, and without its manifest."""
-    is_path = resume not in ("auto", "strict")
-    paths = [Path(resume)] if is_path else find_checkpoints(output_dir / "checkpoints")
+    paths = find_checkpoints(output_dir / "checkpoints") if resume in ("auto", "strict") else [Path(resume)]
     if not paths:
         return None
     state = read_json(paths[0] / STATE)
@@ -291,8 +284,7 @@ def plan_disk(
     output_dir, num_kept = Path(run.inputs.values["output_dir"]), checkpoints.keep_checkpoints
     checkpoint_bytes, num_checkpoints = run.model.state_bytes, num_kept + 1  # and one that is being written
     num_exported = run.model.num_params + run.model.meta.left_out.num_params
-    model_bytes = num_exported * devices.DTYPES[exports.export_dtype].itemsize
-    export_bytes = run.model.method.count_export_bytes(model_bytes)
+    export_bytes = run.model.method.count_export_bytes(num_exported * devices.DTYPES[exports.export_dtype].itemsize)
     num_exports, num_averages = count_exports(exports, optimization, run.inputs, start=run.start)
     num_exports += num_averages
     if validation.validation_data_path and validation.export_best:
@@ -376,11 +368,7 @@ def now(world: World) -> float:
 
 
 def plan_time(
-    target: Target,
-    run: PlannedRun,
-    packing: memory.Packing | None,
-    speed: Speed | None,
-    findings: Findings,
+    target: Target, run: PlannedRun, packing: memory.Packing | None, speed: Speed | None, findings: Findings
 ) -> None:
     """Adds the durations of a step, of the reference's scores and of the run, and how they were found."""
     if packing is None:
@@ -399,12 +387,10 @@ def plan_time(
         findings.lines.append(f"time: {flops / 1e12:,.2f} TFLOP a step; not measured")
         return
     how = f"measured here, on {NUM_TIMED} micro-batches"
-    if speed is None:
-        how = f"assumed: {ASSUMED_MFU:.0%} of {target.peak_flops / 1e12:,.0f} TFLOP/s"
     seconds = flops * rates.seconds_per_flop + rates.update_seconds
-    if speed is None and run.teacher is not None:  # the measurement includes the teacher's pass
-        seconds += run.teacher.flops * rates.seconds_per_scored_flop
-    if speed is None:
+    if speed is None:  # a measurement includes the teacher's pass and the update
+        how = f"assumed: {ASSUMED_MFU:.0%} of {target.peak_flops / 1e12:,.0f} TFLOP/s"
+        seconds += (0 if run.teacher is None else run.teacher.flops) * rates.seconds_per_scored_flop
         seconds += update_flops * rates.seconds_per_flop
     text = f"time: {flops / 1e12:,.2f} TFLOP a step, {seconds:,.2f} s ({how})"
     if run.inputs.num_steps is None:
@@ -418,8 +404,7 @@ def plan_time(
 
 def plan_scoring(run: PlannedRun, rates: Speed | None, findings: Findings) -> float:
     """Adds the samples that the reference has to score before the first step; returns the seconds this takes."""
-    reference = run.reference
-    if reference is None:
+    if (reference := run.reference) is None:
         return 0.0
     if not reference.num_rows:
         findings.lines.append("reference: all samples have been scored before")
@@ -441,24 +426,23 @@ def measure_other(
 
 def plan_reference(
     options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
-) -> memory.PlannedReference | None:
+) -> memory.PlannedOther | None:
     """The samples that no run has scored, and what the model or --reference-model needs for them."""
     objective = inputs.objective
     if model is None or inputs.data is None or objective is None or objective.reference is None:
         return None
     unscored, flops, num_bytes = find_unscored(inputs), model.flops, 0
     num_rows = sum(len(rows) for _, rows in unscored)
-    source = inputs.other_models.get(REFERENCE_MODEL)
-    if source is not None and num_rows:
+    if (source := inputs.other_models.get(REFERENCE_MODEL)) is not None and num_rows:
         flops, other_bytes = measure_other(options, target, inputs, source)
         num_bytes = 0 if target.ranks.offloads else other_bytes // target.ranks.num_shards
     total = sum(flops.of_scores(rows, data, objective) for data, rows in unscored)
-    return memory.PlannedReference(num_rows, total, num_bytes)
+    return memory.PlannedOther(total, num_bytes, num_rows)
 
 
 def plan_teacher(
     options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
-) -> memory.PlannedTeacher | None:
+) -> memory.PlannedOther | None:
     """The teacher's memory on a rank, and the FLOPs of its forward pass over a batch; None without one."""
     objective, data = inputs.objective, inputs.data
     if model is None or inputs.batching is None or objective is None or not isinstance(objective.teacher, TeacherModel):
@@ -472,4 +456,4 @@ def plan_teacher(
     rows = np.concatenate(list(itertools.islice(inputs.draw_batches(RunPosition()), NUM_BATCHES)))
     on_rank = 0 if target.ranks.offloads else num_bytes // target.ranks.num_shards
     read = data if inputs.teacher_data is None else inputs.teacher_data  # whose rows have the same numbers
-    return memory.PlannedTeacher(flops.of_scores(rows, read, objective) / NUM_BATCHES, on_rank)
+    return memory.PlannedOther(flops.of_scores(rows, read, objective) / NUM_BATCHES, on_rank)

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mini_trainer.distributed.devices import DTYPES, OFFLOADED, memory_kind
@@ -108,13 +108,7 @@ class KnownValues(TorchDispatchMode):
 
 def list_tensors(values: Sequence[Any]) -> list[Tensor]:
     """The tensors among an operation's arguments or results, which may hold lists of them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += list_tensors(value)
-    return found
+    return [value for value in tree_iter(values) if isinstance(value, Tensor)]
 
 
 def is_kept(tensor: Tensor, *, is_new: bool) -> bool:
@@ -136,7 +130,6 @@ class StepMemory:
 
     peak: Counter[str]  # by kind: weights, frozen, gradients, optimizer, gathered, activations, loss
     offloaded: int  # in CPU memory, in addition
-    num_tokens: int  # of the micro-batch, of all ranks that share it
     per_token: float  # by how much each extra token raises the peak
 
     @property
@@ -295,7 +288,6 @@ def simulate_step(options: StepOptions, planned: PlannedModel, load: Load, ranks
     return StepMemory(
         peak=max(peaks, key=Counter.total),
         offloaded=counter.most_offloaded,
-        num_tokens=load.num_tokens,
         per_token=(peaks[2 + waits].total() - peaks[1 + waits].total()) / (load.num_tokens - load.num_tokens // 2),
     )
 

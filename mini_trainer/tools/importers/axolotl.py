@@ -38,8 +38,7 @@ def prepare(to: conversion.Conversion) -> None:
         given.setdefault("sample_packing", True)
     plugins = given.pop("plugins", None) or []
     names = map(str, plugins if isinstance(plugins, list) else [plugins])
-    other = [name for name in names if not PLUGINS.search(name)]
-    if other:
+    if other := [name for name in names if not PLUGINS.search(name)]:
         raise ValueError(f"plugins: {', '.join(other)}: an unknown plugin may change the training signal")
     if given.get("model_config") == {"output_router_logits": True}:
         del given["model_config"]
@@ -57,8 +56,7 @@ def prepare(to: conversion.Conversion) -> None:
         given.pop("dpo_beta", None)
     names = to.get("lora_target_modules", default=[])
     if to.get("lora_target_linear") and names:  # every linear layer, and those that are named: their union
-        outside = OUTSIDE & set([names] if isinstance(names, str) else names)
-        if outside:
+        if outside := OUTSIDE & set([names] if isinstance(names, str) else names):
             raise ValueError(
                 f"lora_target_linear: adapters on {', '.join(sorted(outside))} beside every linear layer of the blocks"
                 " cannot be asked for together: name the layers in lora_target_modules"
@@ -127,8 +125,7 @@ def read_entry(to: conversion.Conversion, rest: dict[str, Any], key: str) -> dic
         source |= read_documents(to, rest, kind)
     else:
         source |= read_texts(to, rest, kind)
-    unread = sorted(str(name) for name, item in rest.items() if item is not None and name not in AS_HERE)
-    if unread:
+    if unread := sorted(str(name) for name, item in rest.items() if item is not None and name not in AS_HERE):
         to.note(key, f"no counterpart for the data set's keys {', '.join(unread)}")
     return source
 

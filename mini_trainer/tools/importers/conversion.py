@@ -411,8 +411,7 @@ def finish_options(to: Conversion) -> None:
     for source in to.sources:
         place = {} if {"input_file", "input_dataset"} & source.keys() else {"input_file": ("rows.jsonl",)}
         options.append(group_options(ProcessDataOptions, **(STAND_INS | place | source)))
-    problems = [problem for each in options for problem in find_wrong_options(each)]
-    if problems:
+    if problems := [problem for each in options for problem in find_wrong_options(each)]:
         raise ValueError(f"its options cannot be used together: {'; '.join(problems)}")
 
 

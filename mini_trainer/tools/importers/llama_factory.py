@@ -47,8 +47,7 @@ def read_data(to: Conversion) -> None:
     info = Path(str(to.get("dataset_dir", default="data"))) / "dataset_info.json"
     names = conversion.read_names("dataset", to.given["dataset"])
     listed = read_object(info) if info.is_file() else {}
-    absent = [name for name in names if name not in listed]
-    if absent:
+    if absent := [name for name in names if name not in listed]:
         to.note("dataset", f"give its file as input_file in data.yaml ({', '.join(absent)} not in {info})")
         return
     conversion.add_sources(to, "dataset", [read_entry(to, name, listed[name], info) for name in names])

@@ -12,7 +12,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from mini_trainer.run.stages import Record, Stage, describe_code, hash_files, li
 from mini_trainer.tools.sweep.running import Pool
 from mini_trainer.tools.sweep.settings import UNEXPORTED, SweepSettings, Values, describe_settings, list_files, show
 from mini_trainer.use.plots.curves import make_curves_page
-from mini_trainer.use.plots.run_files import Run
+from mini_trainer.use.plots.run_files import Run, to_float
 
 RECORD, ENDS = "sweep.json", "trials.json"
 RESULTS, CURVES, BEST = "results.json", "curves.html", "best.yaml"
@@ -103,17 +103,14 @@ def choose_task(given: str | None) -> ArrayTask | None:
 @contextmanager
 def holding_tasks(root: Path) -> Iterator[list[Path]]:
     """Keeps tasks from running meanwhile, and yields their folders; RunError if one of them runs."""
-    locks, folders = [], sorted((root / TASKS).glob("*_of_*"))
-    try:
+    folders = sorted((root / TASKS).glob("*_of_*"))
+    with ExitStack() as held:
         for folder in folders:
             try:
-                locks.append(RunLock(folder))
+                held.callback(RunLock(folder).release)
             except RunError as error:
                 raise RunError(error.code, str(error).replace("--output-dir ", "the sweep's task in ")) from None
         yield folders
-    finally:
-        for lock in locks:
-            lock.release()
 
 
 def run_sweep(settings: SweepSettings, drawn: list[Values], pool: Pool, *, more_is_better: bool) -> None:
@@ -187,7 +184,9 @@ class Sweep:
 
     def find_ends(self, folders: Sequence[Path]) -> None:
         """Notes which trials have ended: those whose runs have, and those that are recorded in the folders."""
-        errors = {number: error for folder in folders for number, error in read_ends(folder).items()}
+        errors: dict[str, str | None] = {}  # by number; None for trials with results
+        for path in (folder / ENDS for folder in folders):
+            errors |= read_object(path) if path.exists() else {}
         for one in self.own:
             error = errors.get(str(one.number), "")
             has_result = error is None and (self.find_folder(one.number) / "run" / PARAMS_FILE).exists()
@@ -198,8 +197,7 @@ class Sweep:
 
     def run_trials(self) -> None:
         """Runs the trials that have not ended."""
-        waiting = [one.number for one in self.own if one.state == "waiting"]
-        self.pool.run(waiting, self.start, self.end)
+        self.pool.run([one.number for one in self.own if one.state == "waiting"], self.start, self.end)
 
     def start(self, number: int) -> Stage:
         values = ", ".join(f"{name} {show(value)}" for name, value in self.trials[number].values.items())
@@ -288,19 +286,10 @@ class Sweep:
         say(describe_best(self.settings, ranked[0], self.pool.num_processes))
 
 
-def read_ends(folder: Path) -> dict[str, str | None]:
-    """The trials that have ended in a sweep or a task, by number: their errors, None for those with results."""
-    return read_object(folder / ENDS) if (folder / ENDS).exists() else {}
-
-
 def rank(trials: Iterable[Trial], *, more_is_better: bool) -> list[Trial]:
     """Trials with a result, best first, and of equal ones the one with the lower number."""
     sign = -1 if more_is_better else 1
     return sorted((one for one in trials if one.result is not None), key=lambda one: (sign * one.result, one.number))
-
-
-def is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def find_direction(metric: str) -> bool:
@@ -327,7 +316,7 @@ def read_best(path: Path, metric: str) -> dict[str, Any] | None:
         rows.append(row)
     if not rows:
         raise ValueError(f"{path}: has no validation")
-    best = [row for row in rows if row["is_best"] and is_number(row.get(metric))]
+    best = [row for row in rows if row["is_best"] and math.isfinite(to_float(row.get(metric)))]
     return best[-1] if best else None
 
 

@@ -124,8 +124,7 @@ def read_train(given: Any) -> Values:
         of_file.pop("output_dir", None)  # as a flag would win over it, the trial's own directory does
         of_files |= of_file
     merged = of_files | values
-    preset = merged.pop("preset", None)
-    if preset is not None and str(preset) not in PRESETS:  # it may be a list
+    if (preset := merged.pop("preset", None)) is not None and str(preset) not in PRESETS:  # it may be a list
         raise ValueError(f"preset: given {preset!r}, allowed: {', '.join(PRESETS)}")
     values = option_files.read_options(merged, TrainOptions, RESERVED)
     return list_preset_values(preset, values) | values
@@ -158,8 +157,7 @@ def read_range(name: str, given: dict[Any, Any], options_class: type) -> Paramet
         return option_files.parse_value(known, value, owner)
 
     found = option_files.convert_known(given, KEYS_OF_RANGE, read)
-    missing = [key for key in ("low", "high") if key not in found]
-    if missing:
+    if missing := [key for key in ("low", "high") if key not in found]:
         raise ValueError(f"{', '.join(missing)}: required; or give a list of values")
     low, high, step, log = (found.get(key) for key in KEYS_OF_RANGE)
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in (low, high, step or 0)):
@@ -245,8 +243,7 @@ def check_trials(settings: SweepSettings, trials: Sequence[Values]) -> None:
 
 def find_trial_problems(options: Values) -> list[str]:
     complete = {"output_dir": "D"} | options
-    missing = option_files.list_missing(TrainOptions, complete)
-    if missing:
+    if missing := option_files.list_missing(TrainOptions, complete):
         return [f"train: {', '.join(missing)}: required"]
     grouped = group_options(TrainOptions, **complete)
     problems = find_problems(grouped)

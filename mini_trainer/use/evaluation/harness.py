@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -101,9 +101,6 @@ def walk(value: Any) -> Iterator[Any]:
         yield from walk(item)
 
 
-if TYPE_CHECKING:
-    from lm_eval.tasks import TaskManager
-
 HARNESS = "--lm-eval"
 MAX_SHOWN = 4000  # characters of a prompt kept for the page
 
@@ -136,8 +133,7 @@ def run_harness(
     made_by = found.identify() | {"tasks": tasks, "dtype": options.engines.dtype, "lm_eval": version("lm_eval")}
     if not is_made_by(path, made_by):
         engine = HFEngine(found, found.name, options.engines, options.sampling, device=device)
-        samples = call_harness(engine, options.lm_eval)
-        write_made(path, json.dumps(samples), made_by)
+        write_made(path, json.dumps(call_harness(engine, options.lm_eval)), made_by)
     return read_samples(path)
 
 
@@ -158,7 +154,7 @@ def call_harness(engine: HFEngine, tasks: tuple[str, ...]) -> dict[str, list[dic
 
 
 @functools.cache
-def open_tasks(tasks: tuple[str, ...]) -> tuple["TaskManager", list[str]]:
+def open_tasks(tasks: tuple[str, ...]) -> tuple[Any, list[str]]:
     """The harness's index of tasks, and the key of each task there: its name, or its file's path."""
     from lm_eval.tasks import TaskManager
 

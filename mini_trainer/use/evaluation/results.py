@@ -112,19 +112,18 @@ def describe_set(
                 "place": shown[i]["place"],
                 "prompt": fold(shown[i]["prompt"], MAX_CHARS),
                 "references": [fold(text, MAX_CHARS) for text in shown[i]["references"]],
-                "answers": [describe_answer(own[i], names) for own in samples],
+                "answers": [
+                    {
+                        "text": fold(sample.get("answer", ""), MAX_CHARS),
+                        "is_cut": sample.get("finish_reason") == "length",
+                        "is_refused": sample.get("finish_reason") == REFUSED,
+                        "scores": [round(sample["scores"][name], 4) for name in names],
+                    }
+                    for sample in (own[i] for own in samples)
+                ],
             }
             for i in kept
         ]
-    }
-
-
-def describe_answer(sample: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {
-        "text": fold(sample.get("answer", ""), MAX_CHARS),
-        "is_cut": sample.get("finish_reason") == "length",
-        "is_refused": sample.get("finish_reason") == REFUSED,
-        "scores": [round(sample["scores"][name], 4) for name in names],
     }
 
 

@@ -42,8 +42,7 @@ class Kept:
 
 
 def read_columns(path: Path, names: Iterable[str]) -> np.ndarray:  # (n, names)
-    lines = read_lines(path, dict.fromkeys(names, int | float))
-    return np.array([[line[name] for name in names] for line in lines])
+    return np.array([[line[name] for name in names] for line in read_lines(path, dict.fromkeys(names, int | float))])
 
 
 # Keys of a sample and of a pair in files, and the columns of an objective's sums, which a pair's weight has multiplied.

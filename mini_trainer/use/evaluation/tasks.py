@@ -55,8 +55,7 @@ def measure_task(
     """A model's answers and their scores, in the order of the prompts; on rank 0 only. All ranks call this."""
     made_by = describe_making(engine.describe(), sampling)
     file = AnswerFile(folder / f"{task.name}.answers.jsonl", task.prompts, made_by, num_samples=1)
-    lines = answer_all(engine, file, world)
-    if lines is None:
+    if (lines := answer_all(engine, file, world)) is None:
         return None
     samples = [score_line(line, task) for line in lines]
     lines = [{"index": i} | shown | sample for i, (shown, sample) in enumerate(zip(task.shown, samples, strict=True))]
@@ -77,12 +76,8 @@ def score_line(line: dict[str, Any], task: EvaluationTask) -> AnswerRecord:
 
 def collect_task(task: EvaluationTask, samples: Sequence[list[AnswerRecord]]) -> Measured:
     """All models' samples side by side."""
-    extras = [summarize_answers(task, own) for own in samples]
+    references, extras = [prompt.references for prompt in task.prompts], []
+    for own in samples:  # in addition to the means of their scores
+        counts = {"num_cut": sum(map(is_cut, own)), "num_refused": sum(map(is_refused, own))}
+        extras.append(counts | score_corpus(task.measures, [sample["answer"] for sample in own], references))
     return Measured(task.name, "answers", task.shown, list(samples), gather_scores(samples, task.measures), extras)
-
-
-def summarize_answers(task: EvaluationTask, samples: Sequence[AnswerRecord]) -> dict[str, Any]:
-    """Corpus measures of a model's answers, in addition to the means of their scores."""
-    answers = [sample["answer"] for sample in samples]
-    counts = {"num_cut": sum(map(is_cut, samples)), "num_refused": sum(map(is_refused, samples))}
-    return {**counts, **score_corpus(task.measures, answers, [prompt.references for prompt in task.prompts])}

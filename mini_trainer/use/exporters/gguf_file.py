@@ -87,8 +87,7 @@ def find_architecture(config: PreTrainedConfig) -> Architecture:
             " convert_hf_to_gguf.py may support it"
         )
     architecture = ARCHITECTURES[kind]
-    problems = [*find_unsupported(config, architecture), *find_rope_problems(config, architecture)]
-    if problems:
+    if problems := [*find_unsupported(config, architecture), *find_rope_problems(config, architecture)]:
         raise ValueError(f"llama.cpp does not compute what this {kind} model does: {'; '.join(problems)}")
     return architecture
 
@@ -261,7 +260,12 @@ def write_gguf(model_dir: Path, target: Path, dtype: str, *, modelfile: Path | N
     user. ValueError if llama.cpp cannot run the model as transformers does.
     """
     name, (file_type, matrix_type) = str(model_dir), TYPES[dtype]
-    config = load_unquantized_config(name)
+    find_model(name, revision=None, trust_remote_code=False)
+    if (settings := find_quantization(name)) is not None:
+        reason = f"is quantized ({name_kind(settings)}): export the model that it was made from"
+        raise ValueError(f"{MODEL_FLAG} {name}: {reason}")
+    find_weights(name, name)
+    config = load_config(name, TextFamily())
     try:
         architecture = find_architecture(config)
         writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture.arch])
@@ -287,17 +291,6 @@ def write_gguf(model_dir: Path, target: Path, dtype: str, *, modelfile: Path | N
     if modelfile is not None:
         write_text(modelfile, make_modelfile(target.name, tokenizer, generation))
     return target.stat().st_size, notes
-
-
-def load_unquantized_config(model_dir: str) -> PreTrainedConfig:
-    """The config of a complete and safe model directory; ValueError for adapters and quantized checkpoints."""
-    find_model(model_dir, revision=None, trust_remote_code=False)
-    if (settings := find_quantization(model_dir)) is not None:
-        raise ValueError(
-            f"{MODEL_FLAG} {model_dir}: is quantized ({name_kind(settings)}): export the model that it was made from"
-        )
-    find_weights(model_dir, model_dir)
-    return load_config(model_dir, TextFamily())
 
 
 def write_tensors(

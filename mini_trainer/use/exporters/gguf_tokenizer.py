@@ -99,8 +99,7 @@ def add_tokenizer(
     if texts:
         notes.append(f"llama.cpp treats these as stop tokens, which are plain text here: {', '.join(map(repr, texts))}")
     notes += add_special_tokens(writer, tokenizer, generation)
-    template = tokenizer.chat_template
-    if template is not None:
+    if (template := tokenizer.chat_template) is not None:
         if isinstance(template, dict):
             template = [{"name": name, "template": text} for name, text in template.items()]
         writer.add_chat_template(template)
@@ -205,9 +204,8 @@ def add_special_tokens(
 
 def make_modelfile(name: str, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig) -> str:
     """A Modelfile for the GGUF file `name`, from which Ollama reads neither stop tokens nor sampling defaults."""
-    stops = tokenizer.convert_ids_to_tokens(list_stops(generation, tokenizer))
     sampling = {key.replace("repetition", "repeat"): getattr(generation, key) for key in SAMPLING}
-    given = [f'stop "{token}"' for token in stops]
+    given = [f'stop "{token}"' for token in tokenizer.convert_ids_to_tokens(list_stops(generation, tokenizer))]
     given += [f"{key} {value}" for key, value in sampling.items() if value is not None]
     return "\n".join([f"FROM ./{name}", *(f"PARAMETER {line}" for line in given)]) + "\n"
 

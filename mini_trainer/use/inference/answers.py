@@ -30,8 +30,7 @@ NUM_PLACES_SHOWN = 5
 
 def describe_making(engine: dict[str, Any], sampling: SamplingOptions) -> dict[str, Any]:
     """Everything needed to reproduce an answer: the engine's description and the sampling options."""
-    chosen = {key: value for key, value in asdict(sampling).items() if key != "num_samples"}
-    return {**engine, "sampling": chosen}
+    return {**engine, "sampling": {key: value for key, value in asdict(sampling).items() if key != "num_samples"}}
 
 
 def make_line(request: Request, answer: Answer, made_by: dict[str, Any]) -> Line:
@@ -119,15 +118,16 @@ class AnswerFile:
             for part in self.parts:  # a kill came between the last two steps of `finish`
                 part.unlink()
             return lines
-        lines: dict[Key, Line] = {}
-        for part in self.parts:
-            lines |= self.read(part)
+        lines = self.read_parts()
         if self.parts:
             write_text(self.part(0), "".join(map(dump, lines.values())))
             for part in self.parts:
                 if part != self.part(0):
                     part.unlink()
         return lines
+
+    def read_parts(self) -> dict[Key, Line]:
+        return {key: line for part in self.parts for key, line in self.read(part).items()}
 
     def read(self, path: Path) -> dict[Key, Line]:
         """Reads a file's complete lines; a line cut short by a kill is dropped."""
@@ -173,17 +173,14 @@ class AnswerFile:
         if line["row"] != json.loads(json.dumps(row, default=as_json)):
             return "answers a different row than this prompt's"
         old, new = flatten(line["made_by"]), flatten(self.made_by)
-        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-        if changed:
+        if changed := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
             shown = ", ".join(f"{name} {old.get(name)}, now {new.get(name)}" for name in changed)
             return f"was made with other settings ({shown})"
         return None
 
     def finish(self) -> None:
         """Merges all parts, in the order of the prompts, and removes them."""
-        lines: dict[Key, Line] = {}
-        for part in self.parts:
-            lines |= self.read(part)
+        lines = self.read_parts()
         missing = self.wanted - lines.keys()
         assert not missing, f"{len(missing)} answers are missing, such as {min(missing)}"
         write_text(self.path, "".join(dump(lines[key]) for key in sorted(lines)))
@@ -228,33 +225,26 @@ def answer_all(engine: Engine, file: AnswerFile, world: World) -> list[Line] | N
     if world.rank != 0:
         return None
     lines = list(file.read(file.path).values())
-    report_refused(lines, file)
-    report_empty(lines, file)
+    report_problems(lines, file)
     return lines
 
 
-def report_refused(lines: Sequence[Line], file: AnswerFile) -> None:
-    """Logs the prompts that are too long for the model, and the number of answers that its context cut."""
-    refused = [line for line in lines if is_refused(line)]
-    if refused:
+def report_problems(lines: Sequence[Line], file: AnswerFile) -> None:
+    """Logs the prompts that are too long for the model, and the numbers of answers that its context cut, and of those
+    without content, which may have reasoning instead."""
+    if refused := [line for line in lines if is_refused(line)]:
         places = list(dict.fromkeys(line["place"] for line in refused))
         shown = ", ".join(places[:NUM_PLACES_SHOWN]) + (", ..." if len(places) > NUM_PLACES_SHOWN else "")
         log.warning(
             f"warning: {file.path}: {len(refused):,} of {len(lines):,} answers are missing, because their prompts are"
             f" too long for the model ({shown}): {refused[0].get('reason', '')}"
         )
-    num_cut = sum(map(is_cut_by_context, lines))
-    if num_cut:
+    if num_cut := sum(map(is_cut_by_context, lines)):
         log.warning(
             f"warning: {file.path}: {num_cut:,} of {len(lines):,} answers end at the end of the model's context, before"
             " --max-new-tokens"
         )
-
-
-def report_empty(lines: Sequence[Line], file: AnswerFile) -> None:
-    """Logs the number of answers without content, and of those that have reasoning instead."""
-    empty = [line for line in lines if is_empty(line) and not is_refused(line)]
-    if empty:
+    if empty := [line for line in lines if is_empty(line) and not is_refused(line)]:
         num_reasoning = sum("reasoning_content" in line.get("message", {}) for line in empty)
         why = "" if num_reasoning == 0 else f"; {num_reasoning:,} of them have only reasoning (under `message`)"
         log.warning(f"warning: {file.path}: {len(empty):,} of {len(lines):,} answers are empty{why}")

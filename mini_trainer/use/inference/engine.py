@@ -6,14 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from mini_trainer.data.chat.conversation import Message
 from mini_trainer.data.rows.prompts import Prompt
@@ -22,7 +16,7 @@ from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.inference.loading import FoundModel
 
 
-class OwnNoise(LogitsProcessor):
+class OwnNoise(transformers.LogitsProcessor):
     """Adds Gumbel noise to the logits, whose argmax is then a sample from their softmax (Gumbel-max trick).
 
     Each row of the batch has its own generator, seeded by the answer's key, so that sampling depends neither on the
@@ -46,15 +40,15 @@ def make_seed(*numbers: int) -> int:
 
 def make_processors(
     sampling: SamplingOptions, keys: Sequence[tuple[int, int]], device: torch.device
-) -> LogitsProcessorList:
+) -> transformers.LogitsProcessorList:
     """The logits processors to apply before the argmax; none for greedy decoding."""
     if sampling.temperature == 0:
-        return LogitsProcessorList()
-    processors = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+        return transformers.LogitsProcessorList()
+    processors = transformers.LogitsProcessorList([transformers.TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k is not None:
-        processors.append(TopKLogitsWarper(sampling.top_k))
+        processors.append(transformers.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p is not None and sampling.top_p < 1:
-        processors.append(TopPLogitsWarper(sampling.top_p))
+        processors.append(transformers.TopPLogitsWarper(sampling.top_p))
     processors.append(OwnNoise(keys, sampling.seed, device))
     return processors
 

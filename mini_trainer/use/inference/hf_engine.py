@@ -94,8 +94,7 @@ class HFEngine:
         """Why prompts of different lengths cannot share a batch; None if they can."""
         if self.batch_size == 1:
             return None
-        obstacle = find_padding_obstacle(self.model, self.config)
-        if obstacle is not None:
+        if (obstacle := find_padding_obstacle(self.model, self.config)) is not None:
             log.warning(f"note: {self.found.name}: only prompts of equal length share a batch: {obstacle}")
         return obstacle
 
@@ -116,8 +115,7 @@ class HFEngine:
         encoded, refused = [], []
         for request in requests:
             ids = encode_prompt(request.prompt, self.tokenizer)
-            reason = self.find_refusal(request.prompt, len(ids))
-            if reason is None:
+            if (reason := self.find_refusal(request.prompt, len(ids))) is None:
                 encoded.append((request, ids))
             elif request.key not in done:
                 refused.append((request, refuse(reason)))

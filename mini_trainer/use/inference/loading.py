@@ -64,11 +64,14 @@ class FoundModel:
 
     def identify(self) -> dict[str, Any]:
         """Identity by content: names, and digests of config, weights, tokenizer and generation defaults."""
-        identity = {"model": self.base_name, "fingerprint": fingerprint_model(self.directory)}
-        identity |= {"tokenizer": fingerprint_tokenizer(self.tokenizer)}
-        identity |= {"chat_template": fingerprint_chat_template(self.tokenizer)}
         generation = self.generation_dir / GENERATION
-        identity |= {"generation_config": hash_file(generation)["sha256"] if generation.is_file() else None}
+        identity = {
+            "model": self.base_name,
+            "fingerprint": fingerprint_model(self.directory),
+            "tokenizer": fingerprint_tokenizer(self.tokenizer),
+            "chat_template": fingerprint_chat_template(self.tokenizer),
+            "generation_config": hash_file(generation)["sha256"] if generation.is_file() else None,
+        }
         if self.adapter is not None:
             identity |= {"adapter": str(self.adapter), "adapter_sha256": adapter_files.hash_adapter(self.adapter)}
         return identity
@@ -107,8 +110,7 @@ def find_in_run(name: str, *, flag: str) -> str:
     if not Path(name, PARAMS_FILE).is_file():
         return name
     exports = [Path(name, EXPORTS_DIR, export) for export in (BEST, LATEST)]
-    found = next((export for export in exports if export.is_dir()), None)
-    if found is None:
+    if (found := next((export for export in exports if export.is_dir()), None)) is None:
         raise ValueError(
             f"{flag} {name}: is a run without an export yet: mini-trainer export {name} writes one from its newest"
             " checkpoint"

@@ -70,9 +70,8 @@ def read_call(call: Any) -> dict[str, Any]:
     function = call.function
     if not isinstance(function.name, str):
         raise TypeError(f"a function's name is {function.name!r}")
-    known = {"id": call.id} if call.id else {}
     called = {"name": function.name, "arguments": read_arguments(function.arguments)}
-    return known | {"type": "function", "function": called}
+    return ({"id": call.id} if call.id else {}) | {"type": "function", "function": called}
 
 
 def read_arguments(arguments: Any) -> Any:
@@ -266,6 +265,7 @@ class OpenAIEngine:
         response = self.send(request.prompt, seed, max_tokens=max_tokens, stream=False)
         try:
             choice, usage = response.choices[0], response.usage
+            said = {"model": response.model, "system_fingerprint": getattr(response, "system_fingerprint", None)}
             message = None if request.prompt.messages is None else read_message(choice.message)
             return Answer(
                 check_text(choice.text) if message is None else message["content"] or "",
@@ -273,7 +273,8 @@ class OpenAIEngine:
                 None if usage is None else usage.prompt_tokens,
                 None if usage is None else usage.completion_tokens,
                 message,
-                self.read_server(response),
+                # Its description of its model, to notice another one behind the same address.
+                {name: check_text(value) for name, value in said.items() if value is not None} | self.listed,
             )
         except MALFORMED as error:
             shown = self.hide(f"{error}; {response!r}")[:MAX_SHOWN]
@@ -290,11 +291,6 @@ class OpenAIEngine:
         except (APIError, ValueError, *MALFORMED):  # the list is not needed for answers; real problems show there
             return {}
         return {name: fields[name] for name in LISTED if fields.get(name) is not None}
-
-    def read_server(self, response: Any) -> dict[str, Any]:
-        """The server's description of its model, to notice another one behind the same address."""
-        said = {"model": response.model, "system_fingerprint": getattr(response, "system_fingerprint", None)}
-        return {name: check_text(value) for name, value in said.items() if value is not None} | self.listed
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
         """Yields the answer as the model would write it: see `join_deltas`."""

@@ -130,8 +130,7 @@ class VLLMEngine:
 
 def read_engine_args(given: Sequence[str]) -> dict[str, Any]:
     """vLLM's engine arguments from NAME=VALUE; ValueError for names that this vLLM does not have, or that are ours."""
-    args = parse_named_values(given)
-    if not args:
+    if not (args := parse_named_values(given)):
         return {}
     from vllm import EngineArgs, __version__
 
@@ -152,7 +151,12 @@ def start(name: str, args: Mapping[str, Any]) -> Any:
     try:
         return LLM(**args)
     except Exception as error:  # of many libraries: this is the border to them
-        raise ValueError(f"--engine vllm: vLLM does not run {name}: {describe_failure(error)}") from None
+        from pydantic import ValidationError
+
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(error, ValidationError):  # lists its inputs
+            reason = "; ".join(": ".join((*map(str, one["loc"]), one["msg"])) for one in error.errors())
+        raise ValueError(f"--engine vllm: vLLM does not run {name}: {reason}") from None
 
 
 # Waits for the end of stdin, then kills the processes that it was given.
@@ -170,8 +174,7 @@ for process in processes:
 
 def watch_children() -> subprocess.Popen | None:
     """Has vLLM's engine end with this process, also after a SIGKILL: it would keep the GPU's memory."""
-    pids = [str(child.pid) for child in multiprocessing.active_children()]
-    if not pids:
+    if not (pids := [str(child.pid) for child in multiprocessing.active_children()]):
         return None
     return subprocess.Popen(
         [sys.executable, "-c", WATCHER, *pids],
@@ -180,15 +183,6 @@ def watch_children() -> subprocess.Popen | None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-
-
-def describe_failure(error: Exception) -> str:
-    """The error in a line. pydantic's errors, which list their inputs, are shortened."""
-    from pydantic import ValidationError
-
-    if isinstance(error, ValidationError):
-        return "; ".join(": ".join((*map(str, one["loc"]), one["msg"])) for one in error.errors())
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def choose_rank(found: FoundModel) -> int:

@@ -139,7 +139,10 @@ def write_page(
     path: Path, totals: Totals, task: DataTask, *, tokenizer: Any, title: str, directory: Path | None = None
 ) -> None:
     """Writes the page with the report and the samples of `totals`. Image paths are relative to `directory`."""
-    samples = [describe_sample(sample, tokenizer) for sample in totals.samples]
+    samples: list[dict[str, Any]] = []
+    for sample in totals.samples:  # its sequences, each with a title, stand next to each other
+        sides = [{"title": title, "parts": describe_parts(tokens, tokenizer)} for title, tokens in sample.tokens.shown]
+        samples.append({"place": sample.place, "summary": sample.tokens.summary, "sides": sides})
     add_thumbnails(samples, totals, directory)
     targets = COLUMNS[task.objective].draw(totals, task)
     parts = {
@@ -153,12 +156,6 @@ def write_page(
     }
     policy = "; img-src data:" if any("images" in sample for sample in samples) else ""
     path.write_text(make_page(PAGE, parts, title=title, policy=policy), encoding="utf-8")
-
-
-def describe_sample(sample: TokenizedSample, tokenizer: Any) -> dict[str, Any]:
-    """A sample for the page: its sequences, each with a title, which stand next to each other."""
-    sides = [{"title": title, "parts": describe_parts(tokens, tokenizer)} for title, tokens in sample.tokens.shown]
-    return {"place": sample.place, "summary": sample.tokens.summary, "sides": sides}
 
 
 def describe_parts(tokens: TokenizedChat, tokenizer: Any) -> list[list[Any]]:

@@ -20,17 +20,16 @@ from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.options.reading import open_regular
 from mini_trainer.run.file_names import METRICS_FILE, NOTES_FILE, SAMPLES_FILE, VALIDATION_FILE
 from mini_trainer.use.pages.page import escape_json, make_page
-from mini_trainer.use.plots import columns
-from mini_trainer.use.plots.curves import describe_page, make_curves_page, make_version
+from mini_trainer.use.plots import run_files
+from mini_trainer.use.plots.curves import describe_page, make_curves_page, make_version, median
 from mini_trainer.use.plots.run_files import Run, find_state, is_run, read_run_params
-from mini_trainer.use.plots.tables import median
 
 PAGE = Path(__file__).with_name("board.html")
 HOST = "127.0.0.1"
 MOST_ENTRIES = 200_000  # of directories, to look for runs among
 MOST_COMPARED = 24  # runs on a page of curves: all colours with all dashes
 MOST_TAIL_ROWS = 50  # last steps of a run, for its speed
-TAIL_BYTES = (1 << 16, 2 * columns.MAX_LINE_BYTES)  # to read for them; more if a line is longer
+TAIL_BYTES = (1 << 16, 2 * run_files.MAX_LINE_BYTES)  # to read for them; more if a line is longer
 BYTES_PER_REQUEST = 16 << 20  # of metrics: about half a second of one core
 TAIL_COLUMNS = ("step", "epoch", "loss", "tokens_per_second", "time_per_batch", "data_wait_seconds",
                 "total_samples_accumulated", "total_tokens_accumulated")  # fmt: skip
@@ -52,9 +51,8 @@ class WatchedRun:
     def __init__(self, path: Path, name: str):
         self.path, self.name = path, name
         self.id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-        self.validations = columns.MetricsReader(path / VALIDATION_FILE, columns.VALIDATION_COLUMNS)
-        self.tail: list[dict[str, float]] = []
-        self.tail_of: tuple[int, int, int] | None = None  # time (ns), size and inode of the file that it was read from
+        self.validations = run_files.MetricsReader(path / VALIDATION_FILE, run_files.VALIDATION_COLUMNS)
+        self.tail = run_files.Reread(path / METRICS_FILE, read_tail)
         self.row: dict[str, Any] | None = None
         self.row_lock, self.curves_lock = threading.Lock(), threading.Lock()
         self.curves: Run | None = None
@@ -79,15 +77,12 @@ class WatchedRun:
     def _read(self) -> dict[str, Any]:
         params, problem = read_run_params(self.path)
         state = find_state(self.path, params)
-        metrics = self.path / METRICS_FILE
-        found = metrics.stat() if metrics.exists() else None
-        identity = None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
-        if identity != self.tail_of:
-            self.tail, self.tail_of = [] if identity is None else read_tail(metrics), identity
+        self.tail.read()
         self.validations.read()
-        last = self.tail[-1] if self.tail else {}
+        tail, identity = self.tail.rows, self.tail.identity
+        last = tail[-1] if tail else {}
         share = find_share(last, params)
-        best = columns.find_best(self.validations)
+        best = run_files.find_best(self.validations)
         return {
             "id": self.id,
             "name": self.name,
@@ -98,9 +93,9 @@ class WatchedRun:
             "share": to_json(share),
             "loss": to_json(last.get("loss")),
             "best": to_json(None if best is None else self.validations["loss"][best]),
-            "speed": to_json(median(np.array([row["tokens_per_second"] for row in self.tail]))),
-            "left": to_json(estimate_seconds_left(self.tail, params)) if state.kind == "running" else None,
-            "written": None if self.tail_of is None else self.tail_of[0] / 1e9,  # seconds since 1970
+            "speed": to_json(median(np.array([row["tokens_per_second"] for row in tail]))),
+            "left": to_json(estimate_seconds_left(tail, params)) if state.kind == "running" else None,
+            "written": None if identity is None else identity[0] / 1e9,  # seconds since 1970
             "notes": read_notes(self.path),
             "has_samples": (self.path / SAMPLES_FILE).is_file(),
             **describe_settings(params),
@@ -117,20 +112,20 @@ def read_tail(path: Path) -> list[dict[str, float]]:
             lines = file.read(size - start).split(b"\n")[1 if start else 0 : -1]  # the first may be cut
             if lines or start == 0:
                 break
-    rows = [columns.parse_row(line) for line in lines[-MOST_TAIL_ROWS:]]
-    return [{name: columns.to_float(row.get(name)) for name in TAIL_COLUMNS} for row in rows if row is not None]
+    rows = [run_files.parse_row(line) for line in lines[-MOST_TAIL_ROWS:]]
+    return [{name: run_files.to_float(row.get(name)) for name in TAIL_COLUMNS} for row in rows if row is not None]
 
 
-def find_share(numbers: dict[str, float], params: columns.MetricsLine) -> float:
+def find_share(numbers: dict[str, float], params: run_files.MetricsLine) -> float:
     """Share of the run that is done, by the end that comes first; NaN if it has no end, or has not begun."""
     options, identity = (value if isinstance(value, dict) else {} for value in map(params.get, ("options", "identity")))
-    ends = [(column, columns.to_float(options.get(option))) for option, column in ENDS.items()]
-    ends.append(("step", columns.to_float(identity.get("number of steps"))))
+    ends = [(column, run_files.to_float(options.get(option))) for option, column in ENDS.items()]
+    ends.append(("step", run_files.to_float(identity.get("number of steps"))))
     shares = [min(1.0, numbers[column] / end) for column, end in ends if column in numbers and end > 0]
     return max(filter(np.isfinite, shares), default=np.nan)
 
 
-def estimate_seconds_left(tail: list[dict[str, float]], params: columns.MetricsLine) -> float:
+def estimate_seconds_left(tail: list[dict[str, float]], params: run_files.MetricsLine) -> float:
     """Time left at the speed of the last steps, without checkpoints, validations and exports; NaN if it is unknown."""
     if len(tail) < 2:
         return np.nan
@@ -140,7 +135,7 @@ def estimate_seconds_left(tail: list[dict[str, float]], params: columns.MetricsL
     return (1 - share) / gained * seconds if gained > 0 else np.nan
 
 
-def describe_settings(params: columns.MetricsLine) -> dict[str, Any]:
+def describe_settings(params: run_files.MetricsLine) -> dict[str, Any]:
     """The method, the learning rate and the size of a step, as JSON; "" or null if the options are not known."""
     options = params.get("options")
     if not isinstance(options, dict):
@@ -152,8 +147,8 @@ def describe_settings(params: columns.MetricsLine) -> dict[str, Any]:
     objective = str(options.get("objective") or CAUSAL_LM)
     return {
         "method": method if objective == CAUSAL_LM else f"{method}, {objective}",
-        "lr": to_json(columns.to_float(options.get("learning_rate"))),
-        "batch": to_json(columns.to_float(batch)),
+        "lr": to_json(run_files.to_float(options.get("learning_rate"))),
+        "batch": to_json(run_files.to_float(batch)),
         "is_batch_of_tokens": tokens is not None,
     }
 
@@ -171,16 +166,9 @@ def to_json(number: float | None) -> float | None:
     return float(number) if number is not None and np.isfinite(number) else None
 
 
-@dataclass(frozen=True)
-class Found:
-    """The runs below a directory, and what could not be searched."""
-
-    paths: list[Path]
-    notes: list[str]
-
-
-def find_runs(folder: Path) -> Found:
-    """Directories of runs at or below `folder`; hidden directories, links, and the insides of runs, are left out."""
+def find_runs(folder: Path) -> tuple[list[Path], list[str]]:
+    """Directories of runs at or below `folder`, and notes on what could not be searched; hidden directories, links, and
+    the insides of runs, are left out."""
     paths, unreadable, waiting, num_entries = [], 0, [folder], 0
     while waiting and num_entries < MOST_ENTRIES:
         path = waiting.pop()
@@ -198,7 +186,7 @@ def find_runs(folder: Path) -> Found:
     notes = [f"Directories that cannot be read: {unreadable}."] if unreadable else []
     if waiting:
         notes.append(f"Not all of {folder} was searched: it has more than {MOST_ENTRIES:,} entries.")
-    return Found(sorted(paths), notes)
+    return sorted(paths), notes
 
 
 class Board:
@@ -213,10 +201,9 @@ class Board:
 
     def read(self) -> dict[str, Any]:
         """The table's data as JSON, from the files as they are now."""
-        found, known = find_runs(self.folder), {run.path: run for run in self.runs.values()}
-        runs = [known.get(path) or WatchedRun(path, name_run(path, self.folder)) for path in found.paths]
-        self.runs = {run.id: run for run in runs}
-        rows, notes = [], [*found.notes]
+        (paths, notes), known = find_runs(self.folder), {run.path: run for run in self.runs.values()}
+        runs = [known.get(path) or WatchedRun(path, name_run(path, self.folder)) for path in paths]
+        self.runs, rows = {run.id: run for run in runs}, []
         for run in runs:
             try:
                 rows.append(run.describe())

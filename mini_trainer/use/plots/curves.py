@@ -1,19 +1,21 @@
-"""The page of curves: the curves of runs, of which long ones are thinned, keeping extremes; and tables."""
+"""The page of curves: the curves of runs, of which long ones are thinned, keeping extremes; and tables of results,
+options that differ, and starts."""
 
+import dataclasses
+import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mini_trainer.options import TrainOptions, iterate_fields
 from mini_trainer.options.reading import read_text
-from mini_trainer.use.pages.page import escape_json, make_page
-from mini_trainer.use.plots.columns import OTHERS, SET, SOURCE, Column, MetricsReader, find_best
-from mini_trainer.use.plots.run_files import Run, describe_samples
-from mini_trainer.use.plots.tables import compare_options, list_starts, summarise
+from mini_trainer.use.pages.page import escape_json, fold, make_page
+from mini_trainer.use.plots.run_files import OTHERS, SET, SOURCE, Column, MetricsReader, Run, Sample, find_best
 
 PAGE = Path(__file__).with_name("curves.html")
 LIBRARY = PAGE.with_name("chart.js")
@@ -35,6 +37,9 @@ FEWEST_POINTS, MOST_POINTS = 200, 10_000  # per curve, for any number of runs
 MOST_PARTS = 12  # maximum number of sources or sets with their own chart
 MOST_OTHERS = 200  # of metrics that only a run's file names
 ACRONYMS = {"kl", "nll", "mae", "mse"}  # in names of metrics
+MOST_PROMPTS = 16  # on the page
+MOST_ANSWERS = 12  # to a prompt, of all runs together
+MOST_CHARS = 2000  # of a text
 DIGITS = 6  # significant digits of numbers on the page
 
 
@@ -136,8 +141,7 @@ def list_omissions(runs: list[Run]) -> list[str]:
 def count_points(runs: list[Run]) -> int:
     """Maximum number of points per curve, which bounds the page's size."""
     num_curves = sum(not chart.is_of_validations for chart in list_charts(runs))
-    fitting = NUMBERS_ON_PAGE // (len(runs) * (5 + 3 * num_curves))
-    return min(MOST_POINTS, max(FEWEST_POINTS, fitting))
+    return min(MOST_POINTS, max(FEWEST_POINTS, NUMBERS_ON_PAGE // (len(runs) * (5 + 3 * num_curves))))
 
 
 def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) -> dict[str, Any]:
@@ -146,6 +150,7 @@ def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) 
     starts = choose_starts(num_steps, max_points)
     sizes = np.diff(starts, append=num_steps)
     ends = starts + sizes - 1  # each point's last step
+    resumes = [start for start in run.starts[1:] if start.resumed_from]
     return {
         "name": run.name,
         "path": str(run.path),
@@ -167,7 +172,10 @@ def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) 
             },
             "best": find_best(run.validations),
         },
-        "resumes": describe_resumes(run),
+        "resumes": {
+            "x": place_on_axes(run, (start.first_step for start in resumes)),
+            "texts": [f"resumed after step {start.first_step:,}" for start in resumes],
+        },
     }
 
 
@@ -210,15 +218,6 @@ def place_on_axes(run: Run, steps: Iterable[float]) -> dict[str, list[float | No
     return placed | {"step": to_numbers(steps)}
 
 
-def describe_resumes(run: Run) -> dict[str, Any]:
-    """Positions of the run's resumes, with their labels."""
-    resumes = [start for start in run.starts[1:] if start.resumed_from]
-    return {
-        "x": place_on_axes(run, (start.first_step for start in resumes)),
-        "texts": [f"resumed after step {start.first_step:,}" for start in resumes],
-    }
-
-
 def to_numbers(values: Column) -> list[float | None]:
     """Converts values for JSON: integers, or rounded to `DIGITS` digits; None for values that are not finite."""
     is_there = np.isfinite(values)
@@ -235,6 +234,167 @@ def to_numbers(values: Column) -> list[float | None]:
     numbers = np.full(len(values), None, dtype=object)
     numbers[is_there] = rounded
     return numbers.tolist()
+
+
+def describe_samples(runs: Sequence[list[Sample]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The prompts with the runs' answers, in the order of their steps, as JSON; and notes on what is left out."""
+    found: dict[str, list[list[Sample]]] = {}  # by prompt, for each run
+    for i, rows in enumerate(runs):
+        for row in rows:
+            found.setdefault(row["prompt"], [[] for _ in runs])[i].append(row)
+    most, notes = max(2, MOST_ANSWERS // max(1, len(runs))), []
+    if len(found) > MOST_PROMPTS:
+        notes.append(f"Of {len(found):,} sample prompts, {MOST_PROMPTS} are shown.")
+    largest = max((len(rows) for of_runs in found.values() for rows in of_runs), default=0)
+    if largest > most:
+        notes.append(f"Of the answers to each sample prompt, up to {largest:,} in a run, {most} of each run are shown.")
+    prompts = [
+        {
+            "prompt": fold(prompt, MOST_CHARS),
+            "answers": [describe_answer(row, i) for i, rows in enumerate(of_runs) for row in choose_rows(rows, most)],
+        }
+        for prompt, of_runs in list(found.items())[:MOST_PROMPTS]
+    ]
+    return prompts, notes
+
+
+def choose_rows(rows: list[Sample], most: int) -> list[Sample]:
+    """The first and the last, and evenly spaced ones between."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
+
+
+def describe_answer(row: Sample, run: int) -> dict[str, Any]:
+    is_cut = row["finish_reason"] == "length"
+    return {"run": run, "step": row["step"], "text": fold(row["answer"], MOST_CHARS), "is_cut": is_cut}
+
+
+NO_VALUE = "–"
+OWN_OPTIONS = {"output_dir", "config"}  # different in every run, or merged into the other options
+MAX_CELL_CHARS = 300
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text cells. In some tables, rows begin with the index of their run."""
+
+    head: list[str]
+    rows: list[list[str]]
+
+
+def summarise(runs: list[Run]) -> Table:
+    """Results of the runs, one per row."""
+    head = ["state", "steps", "tokens", "loss", "best validation", "at step", "tokens/s", "memory", "hours"]
+    return Table(head, [summarise_run(run) for run in runs])
+
+
+def summarise_run(run: Run) -> list[str]:
+    steps, best = run.steps, find_best(run.validations)
+    if not len(steps):
+        return [run.describe_state(), "0", *[NO_VALUE] * 7]
+
+    def last(name: str) -> float:
+        return steps[name][-1]
+
+    return [
+        run.describe_state(),
+        f"{last('step'):,.0f}",
+        shorten_number(last("total_tokens_accumulated")),
+        format_number(last("loss"), ".4f"),
+        NO_VALUE if best is None else format_number(run.validations["loss"][best], ".4f"),
+        NO_VALUE if best is None else f"{run.validations['step'][best]:,.0f}",
+        format_number(median(steps["tokens_per_second"]), ",.0f"),
+        format_number(highest(steps["peak_memory_usage_GB"]), ".2f", " GB"),
+        f"{run.hours[-1]:.2f}",
+    ]
+
+
+def median(values: np.ndarray) -> float:
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else np.nan
+
+
+def highest(values: np.ndarray) -> float:
+    values = values[np.isfinite(values)]
+    return float(values.max()) if len(values) else np.nan
+
+
+def format_number(value: float, form: str, unit: str = "") -> str:
+    return format(value, form) + unit if np.isfinite(value) else NO_VALUE
+
+
+def shorten_number(value: float) -> str:
+    """Formats a number with three digits and a unit: 1.23 M."""
+    if not np.isfinite(value):
+        return NO_VALUE
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f}"
+
+
+def compare_options(runs: list[Run]) -> tuple[Table, Table]:
+    """Options and facts that differ between runs, and options that all runs share but that are not defaults.
+
+    A run whose options cannot be read has no value, which does not count as different.
+    """
+    told = [{name: to_text(value) for name, value in list_values(run).items()} for run in runs]
+    names = dict.fromkeys(name for values in told for name in values)
+    defaults = {
+        option.name: None if option.default is dataclasses.MISSING else to_text(option.default)
+        for option, _ in iterate_fields(TrainOptions)
+    }
+    differing, shared = [], []
+    for name in names:
+        texts = [values.get(name, NO_VALUE) for values in told]
+        known = {text for text, run in zip(texts, runs, strict=True) if run.options}
+        if len(known) > 1:
+            differing.append([show_name(name), *texts])
+        elif name in defaults and known != {defaults[name]}:
+            shared.append([show_name(name), *known])
+    return Table(["option", *(run.name for run in runs)], differing), Table(["option", "value"], shared)
+
+
+def list_values(run: Run) -> dict[str, Any]:
+    """A run's options, and other facts of its last start: machine, commit, versions, shortened digests."""
+    if not run.options:
+        return {}
+    identity = run.params.get("identity")
+    digests = {
+        f"digest of {name}": value[:12]
+        for name, value in (identity if isinstance(identity, dict) else {}).items()
+        if isinstance(value, str) and len(value) == 64 and name.replace("-", "_") not in run.options
+    }
+    options = {name: value for name, value in run.options.items() if name not in OWN_OPTIONS}
+    facts = {name: value for name, value in (run.starts[-1].facts if run.starts else {}).items() if value is not None}
+    return options | facts | digests
+
+
+def show_name(name: str) -> str:
+    return name.replace("_", "-") if " " not in name else name
+
+
+def to_text(value: Any) -> str:
+    if value is None or isinstance(value, (bool, str)):
+        text = str(value)
+    elif isinstance(value, (list, tuple)):
+        text = " ".join(map(str, value)) or "none"
+    else:
+        text = json.dumps(value).replace("e-0", "e-")
+    return text if len(text) <= MAX_CELL_CHARS else text[: MAX_CELL_CHARS - 1] + "…"
+
+
+def list_starts(runs: list[Run]) -> Table:
+    """All starts of resumed runs; a row begins with the index of its run."""
+    rows = [
+        [str(index), start.when.replace("T", " ")[:19], f"{start.first_step:,}", start.resumed_from or NO_VALUE,
+         start.machine, ", ".join(start.changed_options) or NO_VALUE]
+        for index, run in enumerate(runs)
+        for start in run.starts
+        if len(run.starts) > 1 or start.resumed_from
+    ]  # fmt: skip
+    return Table(["run", "started", "after step", "resumed from", "on", "changed options"], rows)
 
 
 def describe_page(runs: list[Run], *, is_live: bool, best: int | None = None) -> dict[str, Any]:

@@ -1,41 +1,176 @@
-"""Reads the files of finished or running runs: metrics, options, starts, and how they ended.
+"""Reads the files of finished or running runs: metrics as columns of numbers, options, starts, and how they ended.
 
 A run can be read while it writes: only new lines are read, and an incomplete line is left for the next read.
 """
 
+import json
 import math
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mini_trainer.data.stores.json_lines import parse_sample
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
 from mini_trainer.distributed.lock import LOCK_FILE, SECONDS_TO_WATCH
 from mini_trainer.options.reading import open_regular, read_json
 from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, SAMPLES_FILE, VALIDATION_FILE
-from mini_trainer.use.pages.page import fold
-from mini_trainer.use.plots import columns
+
+MetricsLine = dict[str, Any]
+Column = NDArray[np.float64]
+# Metrics with a place on the page. Others get a chart under their own name, except for `NOT_READ`.
+STEP_COLUMNS = (
+    "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_usage_GB", "mfu", "osft_leak", "time_per_batch",
+    "data_wait_seconds", "total_samples_accumulated", "total_tokens_accumulated", "rewards/accuracies",
+    "rewards/margins", "rewards/chosen", "rewards/rejected",
+)  # fmt: skip
+VALIDATION_COLUMNS = (
+    "is_best", "total_samples_accumulated", "loss", "perplexity", "token_accuracy", "rewards/accuracies",
+    "rewards/margins",
+)  # fmt: skip
+MAX_LINE_BYTES = 1 << 20  # longer lines are damaged
+NOT_READ = {
+    "epoch", "num_samples", "num_loss_counted_tokens", "num_total_tokens", "grad_accum", "samples_per_second",
+    "packing_efficiency", "rank_balance", "seconds",
+}  # fmt: skip
+SOURCE, SET = "source: ", "set: "  # prefixes of columns of a source or a set
+OTHERS = ""  # in place of a prefix: the columns that only a file names
+
+
+class MetricsReader:
+    """A file of JSON lines with a `step` each, as columns; NaN for missing numbers. Only the others are stored, with
+    the indices of their lines: a run may name 10,000 metrics."""
+
+    def __init__(self, path: Path, names: tuple[str, ...]):
+        self.path, self.names = path, names
+        self._forget()
+
+    def _forget(self) -> None:
+        self.offset = 0  # number of bytes read
+        self.last_line = b""  # line that ends at `offset`
+        self.is_within_line = False  # whether `offset` is within a line that is too long
+        self.num_damaged = 0
+        self.is_behind = False  # the last `read` has left lines unread
+        self.columns = {name: (array("q"), array("d")) for name in ("step", *self.names)}
+        self.filled: list[tuple[str, ...]] = []  # by line: the columns with a number in it
+
+    def read(self, most_bytes: int | None = None) -> None:
+        """Reads new lines, or the whole file again if a resumed run has truncated it. OSError if that fails.
+
+        After `most_bytes` it stops, and `is_behind`.
+        """
+        if not self.path.exists():
+            self._forget()
+            return
+        with open_regular(self.path) as file:
+            file.seek(self.offset - len(self.last_line))
+            if file.read(len(self.last_line)) != self.last_line:
+                self._forget()
+            file.seek(self.offset)
+            self.is_behind, first = False, self.offset
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
+                    break
+                if most_bytes is not None and self.offset - first >= most_bytes:
+                    self.is_behind = True
+                    break
+                self.offset, self.last_line = self.offset + len(line), line
+                is_rest, self.is_within_line = self.is_within_line, not line.endswith(b"\n")
+                if not is_rest:
+                    self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        if (row := parse_row(line)) is None:
+            self.num_damaged += 1
+            return
+        steps = self.columns["step"][1]
+        while steps and steps[-1] >= row["step"]:  # were repeated after a resume
+            for name in self.filled.pop():
+                for numbers in self.columns[name]:
+                    numbers.pop()
+        index, filled = len(self), []
+        for name, number in ((name, to_float(value)) for name, value in row.items() if name not in NOT_READ):
+            if math.isfinite(number) or (name in self.columns and not math.isnan(number)):
+                indices, numbers = self.columns.setdefault(name, (array("q"), array("d")))
+                indices.append(index)
+                numbers.append(number)
+                filled.append(name)
+        names = tuple(filled)
+        self.filled.append(self.filled[-1] if self.filled and self.filled[-1] == names else names)  # as most lines have
+
+    def __len__(self) -> int:
+        """Number of steps."""
+        return len(self.filled)
+
+    def __getitem__(self, name: str) -> Column:
+        indices, numbers = self.columns[name]
+        column = np.full(len(self), np.nan)
+        column[np.array(indices)] = numbers
+        return column
+
+    def count(self, name: str) -> int:
+        """Number of steps with a finite number in the column."""
+        return int(np.isfinite(np.array(self.columns[name][1])).sum())
+
+    def list_columns(self, prefix: str) -> list[str]:
+        """The columns with this prefix, or `OTHERS`."""
+        if prefix != OTHERS:
+            return [name for name in self.columns if name.startswith(prefix)]
+        known = {"step", *self.names}
+        return [name for name in self.columns if name not in known and not name.startswith((SOURCE, SET))]
+
+
+def parse_row(line: bytes) -> MetricsLine | None:
+    """A line's values by name, including the losses of its sources and sets; None if it is not a line of metrics."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not math.isfinite(to_float(row.get("step"))):
+        return None
+    for key, prefix in (("sources", SOURCE), ("sets", SET)):
+        parts = row.get(key)
+        if isinstance(parts, dict):
+            row |= {prefix + name: part.get("loss") for name, part in parts.items() if isinstance(part, dict)}
+    if "is_best" in row:
+        row["is_best"] = int(row["is_best"] is True)
+    return row
+
+
+def find_best(validations: MetricsReader) -> int | None:
+    """Index of the best validation: the last that its run called so, by `--best-metric`; else that of lowest loss."""
+    called_best = np.flatnonzero(validations["is_best"] == 1)
+    if len(called_best):
+        return int(called_best[-1])
+    losses = validations["loss"]
+    return int(np.nanargmin(losses)) if np.isfinite(losses).any() else None
+
+
+def to_float(value: Any) -> float:
+    """The value as a float; NaN if it is not a number."""
+    if type(value) is float:
+        return value
+    return float(value) if type(value) is int and abs(value) < 1e300 else math.nan
+
 
 MOST_BYTES = 8 << 20  # of a file; the later lines are left out
-MOST_PROMPTS = 16  # on the page
-MOST_ANSWERS = 12  # to a prompt, of all runs together
-MOST_CHARS = 2000  # of a text
 
 Sample = dict[str, Any]  # a line
 
 
-class SamplesReader:
-    """The lines of a run's samples_0.jsonl, which are read again when the file has changed."""
+class Reread:
+    """The rows that `function` reads from a file, and reads again when the file has changed."""
 
-    def __init__(self, path: Path):
-        self.path = path / SAMPLES_FILE
-        self.rows: list[Sample] = []
+    def __init__(self, path: Path, function: Callable[[Path], list[dict[str, Any]]]):
+        self.path, self.function = path, function
+        self.rows: list[dict[str, Any]] = []
         self.identity: tuple[int, int, int] | None = None  # time (ns), size and inode of the file
 
     def read(self) -> None:
@@ -43,47 +178,13 @@ class SamplesReader:
         found = self.path.stat() if self.path.exists() else None
         identity = None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
         if identity != self.identity:
-            self.rows, self.identity = [] if identity is None else read_samples(self.path), identity
+            self.rows, self.identity = [] if identity is None else self.function(self.path), identity
 
 
 def read_samples(path: Path) -> list[Sample]:
     with open_regular(path) as file:
         rows = map(parse_sample, file.read(MOST_BYTES).splitlines(keepends=True))
         return [row for row in rows if row is not None]
-
-
-def describe_samples(runs: Sequence[list[Sample]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The prompts with the runs' answers, in the order of their steps, as JSON; and notes on what is left out."""
-    found: dict[str, list[list[Sample]]] = {}  # by prompt, for each run
-    for i, rows in enumerate(runs):
-        for row in rows:
-            found.setdefault(row["prompt"], [[] for _ in runs])[i].append(row)
-    most, notes = max(2, MOST_ANSWERS // max(1, len(runs))), []
-    if len(found) > MOST_PROMPTS:
-        notes.append(f"Of {len(found):,} sample prompts, {MOST_PROMPTS} are shown.")
-    largest = max((len(rows) for of_runs in found.values() for rows in of_runs), default=0)
-    if largest > most:
-        notes.append(f"Of the answers to each sample prompt, up to {largest:,} in a run, {most} of each run are shown.")
-    prompts = [
-        {
-            "prompt": fold(prompt, MOST_CHARS),
-            "answers": [describe_answer(row, i) for i, rows in enumerate(of_runs) for row in choose_rows(rows, most)],
-        }
-        for prompt, of_runs in list(found.items())[:MOST_PROMPTS]
-    ]
-    return prompts, notes
-
-
-def choose_rows(rows: list[Sample], most: int) -> list[Sample]:
-    """The first and the last, and evenly spaced ones between."""
-    if len(rows) <= most:
-        return rows
-    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
-
-
-def describe_answer(row: Sample, run: int) -> dict[str, Any]:
-    is_cut = row["finish_reason"] == "length"
-    return {"run": run, "step": row["step"], "text": fold(row["answer"], MOST_CHARS), "is_cut": is_cut}
 
 
 # How a run has ended that did not crash.
@@ -124,10 +225,10 @@ class Run:
         """ValueError if the directory is not a run's. `most_bytes`: see `read`."""
         self.path, self.name = path, name
         check_is_run(path)
-        self.steps = columns.MetricsReader(path / METRICS_FILE, columns.STEP_COLUMNS)
-        self.validations = columns.MetricsReader(path / VALIDATION_FILE, columns.VALIDATION_COLUMNS)
-        self.samples = SamplesReader(path)
-        self.params: columns.MetricsLine = {}
+        self.steps = MetricsReader(path / METRICS_FILE, STEP_COLUMNS)
+        self.validations = MetricsReader(path / VALIDATION_FILE, VALIDATION_COLUMNS)
+        self.samples = Reread(path / SAMPLES_FILE, read_samples)
+        self.params: MetricsLine = {}
         self.warnings: list[str] = []
         self.read(most_bytes)
 
@@ -148,7 +249,7 @@ class Run:
             self.warnings.append(f"{self.path}: {problem}: its options and starts are not shown")
 
     @property
-    def options(self) -> columns.MetricsLine:
+    def options(self) -> MetricsLine:
         options = self.params.get("options")
         return options if isinstance(options, dict) else {}
 
@@ -160,7 +261,7 @@ class Run:
         return [describe_start(start) for start in starts if isinstance(start, dict)]
 
     @property
-    def hours(self) -> columns.Column:
+    def hours(self) -> Column:
         """Hours of training and waiting for data at the end of each step, without starts, checkpoints and exports."""
         seconds = self.steps["time_per_batch"], self.steps["data_wait_seconds"]
         return np.cumsum(sum(np.where(np.isfinite(each), each, 0) for each in seconds)) / 3600
@@ -176,7 +277,7 @@ class Run:
         return find_state(self.path, self.params).text
 
 
-def read_run_params(path: Path) -> tuple[columns.MetricsLine, str]:
+def read_run_params(path: Path) -> tuple[MetricsLine, str]:
     """The content of the run's training_params.json, and the problem with it; {} if it cannot be read."""
     try:
         params = read_json(path / PARAMS_FILE)
@@ -185,7 +286,7 @@ def read_run_params(path: Path) -> tuple[columns.MetricsLine, str]:
     return (params, "") if isinstance(params, dict) else ({}, f"{PARAMS_FILE} is not an object")
 
 
-def find_state(path: Path, params: columns.MetricsLine) -> State:
+def find_state(path: Path, params: MetricsLine) -> State:
     """State of the run in `path`. A lock that is not touched any more, without a recorded end, is a crashed run's."""
     try:
         last_beat = (path / LOCK_FILE).stat().st_mtime
@@ -228,11 +329,11 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (METRICS_FILE, PARAMS_FILE))
 
 
-def describe_start(start: columns.MetricsLine) -> RunStart:
+def describe_start(start: MetricsLine) -> RunStart:
     versions = start.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     world_size, device, changes = (start.get(key) for key in ("world_size", "device", "changed_options"))
-    first_step = columns.to_float(start.get("first_step"))
+    first_step = to_float(start.get("first_step"))
     return RunStart(
         when=str(start.get("started") or ""),
         first_step=int(first_step) if math.isfinite(first_step) else 0,
@@ -252,8 +353,7 @@ def name_runs(paths: list[Path]) -> list[str]:
     full = [os.path.abspath(path) for path in paths]
     if len(full) == 1:
         return ["/".join(part.strip("/") for part in Path(full[0]).parts[-2:] if part != "/") or "/"]
-    folder = os.path.commonpath(full)
-    return [os.path.relpath(path, folder) for path in full]
+    return [os.path.relpath(path, os.path.commonpath(full)) for path in full]
 
 
 def open_runs(paths: list[Path]) -> list[Run]:
