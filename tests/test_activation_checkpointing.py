@@ -36,10 +36,6 @@ def run_backward(model, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], int
     return {"loss": loss.detach()} | full_gradients(model), num_bytes, backward.names
 
 
-def count_costly(names: list[str]) -> int:
-    return sum(name in COSTLY for name in names)
-
-
 def with_dropout(family: str):
     config = FAMILIES[family]
     return type(config).from_dict(config.to_dict() | dict(attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3))
@@ -64,7 +60,7 @@ def test_gradients_are_bitwise_the_same_and_selective_keeps_more_to_compute_less
         method = None if ratio is None else make_osft(tmp_path, osft_unfreeze_rank_ratio=ratio)
         model = build(path, world, activation_checkpointing=mode, method=method)
         results[mode], num_bytes[mode], names = run_backward(model, make_micro_batch())
-        num_costly[mode] = count_costly(names)
+        num_costly[mode] = sum(name in COSTLY for name in names)
     for mode in ("selective", "full"):
         assert results[mode].keys() == results["none"].keys()
         for name, value in results["none"].items():

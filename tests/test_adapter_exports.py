@@ -6,7 +6,6 @@ Training continues from an adapter: what has to train as a whole does, and the e
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from breadth import long, wide
@@ -15,9 +14,9 @@ from exports import export
 from forked import run_forked
 from in_process import train_here
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft_runs import add_tokens, logits_of
 from processes import flags
 from safetensors.torch import load_file, save_file
-from scored_data import TOP_K, score_here, write_data
 from small_runs import check_same, copy_until
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
 from tiny_data import make_samples, read_lines, write_counting_chats, write_jsonl, write_samples
@@ -34,14 +33,11 @@ from transformers import (
 )
 from vllm_standin import install_vllm
 
-from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
-from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.generate import generate
 from mini_trainer.model.build import make_meta_model
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import Full
-from mini_trainer.model.scoring.score_files import ScoreFile
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.vision import VisionLanguageFamily
 from mini_trainer.options import ComputeOptions, group_options
@@ -200,23 +196,6 @@ def test_the_adapters_rank_is_rounded_up_to_one_of_vllms(base, world, tmp_path, 
         ask(world, tmp_path / "33.jsonl", prompts, model=adapters[33], engine="vllm")
 
 
-def test_an_adapter_scores_data_as_peft_does(base, world, tmp_path):
-    adapter, data = save_adapter(base, tmp_path / "adapter"), write_data(tmp_path / "data.arrow", base)
-    score_here(world, adapter, data)
-    model = AutoPeftModelForCausalLM.from_pretrained(adapter).eval()
-    rows = TokenizedData(data)
-    for row in range(0, len(rows.lengths), 5):
-        sample = rows.read(row)
-        ids, labels = (torch.from_numpy(sample[name].astype(np.int64)) for name in ("input_ids", "labels"))
-        with torch.no_grad():
-            log_q = model(input_ids=ids[None]).logits[0, :-1][labels[1:] >= 0].log_softmax(1)
-        top, records = log_q.topk(TOP_K, dim=1), ScoreFile(rows, "teacher")[row]
-        np.testing.assert_array_equal(records["ids"], top.indices)
-        np.testing.assert_allclose(records["nll"], -top.values, rtol=1e-3)
-    with pytest.raises(ValueError, match=r"scores\.json: .*other teacher"):
-        score_here(world, base, data)
-
-
 @pytest.mark.parametrize("ignored", [{"temperature": 0.6, "top_p": 0.9}, wide({"num_beams": 1, "length_penalty": 0.3})])
 def test_settings_that_transformers_ignores_do_not_stop_an_export(ignored, base, world, tmp_path):
     """Published models have such files: a temperature without do_sample."""
@@ -256,11 +235,6 @@ def train_on_adapter(world, output_dir: Path, **options: object) -> Path:
 
 
 @torch.no_grad()
-def logits_of(model: torch.nn.Module) -> torch.Tensor:
-    ids = torch.randint(3, VOCAB_SIZE, (1, 20), generator=torch.Generator().manual_seed(0))
-    return model.eval()(input_ids=ids, use_cache=False).logits
-
-
 def load_scores(model: Path, adapter: Path, *, num_labels: int = 1) -> PeftModel:
     base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=num_labels, dtype=torch.float32)
     return PeftModel.from_pretrained(base, adapter)
@@ -274,11 +248,6 @@ def weights_of(adapter: Path) -> dict[str, torch.Tensor]:
     return load_file(adapter / "adapter_model.safetensors")
 
 
-def reward_options(root: Path, model: Path, adapter: Path) -> dict[str, object]:
-    data = write_pairs(root / "pairs.arrow", model)
-    return dict(model_name_or_path=model, data_path=data, objective="reward", lora_adapter=adapter)
-
-
 SCORE = "base_model.model.score.weight"
 
 
@@ -287,7 +256,8 @@ def test_a_reward_models_head_trains_beside_a_language_models_adapter(wholes, wo
     model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapter = save_moving_adapter(base, tmp_path / "chat", task_type="CAUSAL_LM", modules_to_save=[*wholes] or None)
-    options = reward_options(tmp_path, model, adapter)
+    data = write_pairs(tmp_path / "pairs.arrow", model)
+    options = dict(model_name_or_path=model, data_path=data, objective="reward", lora_adapter=adapter)
     start = train_on_adapter(world, tmp_path / "start", **options, learning_rate=0.0) / "adapter"
     export = train_on_adapter(world, tmp_path / "run", **options)
     held, begun, trained = weights_of(adapter), weights_of(start), weights_of(export / "adapter")
@@ -330,19 +300,6 @@ def test_a_classifier_begins_with_the_head_of_pefts_adapter_unless_it_is_for_oth
     own = logits_of(load_scores(model, export / "adapter", num_labels=3))
     torch.testing.assert_close(own, merged_scores(export), rtol=1e-5, atol=1e-5)
     assert (own - merged_scores(start)).abs().max() > 1e-3
-
-
-def add_tokens(root: Path, model: Path, count: int) -> dict[str, str]:
-    """A data set whose tokenizer has `count` tokens more than the model has embeddings, as options."""
-    root.mkdir()
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    num_added = VOCAB_SIZE + count - len(tokenizer)
-    tokenizer.add_tokens([f"<|added_{i}|>" for i in range(num_added)], special_tokens=True)
-    tokenizer.save_pretrained(root / "data.arrow.tokenizer")
-    data = write_samples(root / "data.arrow", make_samples(16, vocab_size=len(tokenizer)))
-    made_by = dict(tokenizer_fingerprint=fingerprint_tokenizer(tokenizer), max_token_id=len(tokenizer) - 1)
-    (root / "data.arrow.meta.json").write_text(json.dumps(made_by | dict(tokenizer_dir="data.arrow.tokenizer")))
-    return dict(model_name_or_path=str(model), data_path=str(data))
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's

@@ -229,12 +229,6 @@ def test_a_config_that_is_no_config_is_one_message(text, tmp_path):
         check_settings(tmp_path, flag="--adapter")
 
 
-def test_what_peft_writes_by_default_is_followed_by_all(tmp_path):
-    LoraConfig(target_modules=LAYERS).save_pretrained(tmp_path)
-    for reader in ("here", "peft", "vllm"):
-        check_settings(tmp_path, flag="--x", runner=reader)
-
-
 @pytest.mark.parametrize("settings", [dict(bias="all"), dict(lora_bias=True), dict(trainable_token_indices=[5, 6])])
 def test_settings_that_peft_alone_follows_are_generated_with(settings, world, tmp_path):
     inputs, adapter = make_inputs(tmp_path, "llama_tied_bias"), tmp_path / "given"

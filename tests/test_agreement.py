@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from breadth import wide
 from data_runs import tokenize_rows
-from forked import run_forked
+from forked import run_forked, succeed
 from processes import ENV, ROOT, flags, free_port, torchrun_node
 from safetensors.torch import save_file
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, change_json, save_model, save_tokenizer
 from tiny_pairs import write_pairs
 from transformers import AutoTokenizer
 
@@ -125,14 +125,11 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def make_options(root: Path, **options: object) -> TrainOptions:
-    given = dict(model_name_or_path=str(root / "model"), data_path=str(root / "data.arrow"), max_steps=2)
-    return group_options(TrainOptions, **given | dict(output_dir=str(root / "run"), max_tokens_per_gpu=64) | options)
-
-
 def describe(root: Path, world, **options: object) -> dict[str, str]:
     """What a rank with these options would send to the others, as one mapping."""
-    made = make_options(root, **options)
+    given = dict(model_name_or_path=str(root / "model"), data_path=str(root / "data.arrow"), max_steps=2)
+    given |= dict(output_dir=str(root / "run"), max_tokens_per_gpu=64)
+    made = group_options(TrainOptions, **given | options)
     inputs = open_inputs(made, device=world.device, world_size=1, start=RunPosition())
     inputs.errors.raise_all()
     groups = describe_start(flatten_options(made), world) | describe_inputs(inputs, verifies=True)
@@ -199,10 +196,8 @@ def test_each_file_of_the_model_that_a_rank_reads_is_compared(changed, root, wor
         tokenizer.save_pretrained(model)
         expected = "model: tokenizer"
     else:
-        content = json.loads((model / changed).read_text())
-        change = {"config.json": {"rms_norm_eps": 0.5}, "generation_config.json": {"top_k": 7}}
-        content |= change.get(changed, {"pad_token": content.get("eos_token") or "a"})
-        (model / changed).write_text(json.dumps(content))
+        changes = {"config.json": {"rms_norm_eps": 0.5}, "generation_config.json": {"top_k": 7}}
+        change_json(model / changed, **changes.get(changed, {"pad_token": "a"}))
         expected = "model: tokenizer" if "tokenizer" in changed else f"model: --model-name-or-path, {changed}"
     found = list_differences(describe(root, world), describe(root, world, model_name_or_path=str(model)))
     assert found == {expected}
@@ -222,8 +217,7 @@ def test_of_a_reference_model_every_rank_reads_the_config_and_the_path_may_diffe
     write_pairs(tmp_path / "pairs.arrow", root / "model", size=8)
     for name, change in (("same", {}), ("other", {"rms_norm_eps": 0.5})):
         shutil.copytree(root / "model", tmp_path / name)
-        content = json.loads((tmp_path / name / "config.json").read_text())
-        (tmp_path / name / "config.json").write_text(json.dumps(content | change))
+        change_json(tmp_path / name / "config.json", **change)
 
     def describe_with(**own: str) -> dict[str, str]:
         return describe(root, world, objective="preference", data_path=str(tmp_path / "pairs.arrow"), **own)
@@ -412,9 +406,7 @@ def test_a_node_with_other_code_libraries_and_config_is_named_on_both(root, tmp_
 @pytest.mark.slow
 def test_ranks_start_under_a_low_soft_limit_of_open_files(root, tmp_path):
     train = ["train.py", *flags(model_name_or_path=root / "model", data_path=root / "data.arrow", max_steps=1)]
-    limited = ["tests/workers/few_files.py", "26"]
-    result = run_forked(4, *limited, "1024", *train, "--output-dir", tmp_path / "soft", timeout=120)
-    assert result.returncode == 0, result.stderr
+    succeed(4, "tests/workers/few_files.py", "26", "1024", *train, "--output-dir", tmp_path / "soft", timeout=120)
 
 
 @pytest.mark.long

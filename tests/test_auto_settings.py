@@ -295,7 +295,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 STARTING_OVER = """
 import os, sys
-from mini_trainer.distributed.restart import start_over
+from mini_trainer.distributed.ending import start_over
 ends = os.pipe()
 os.set_inheritable(ends[0], True)
 def look(path, words):

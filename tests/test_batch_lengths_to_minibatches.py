@@ -55,12 +55,6 @@ class TestBatchLengthsToMinibatches:
         assert list_columns(batch_lengths_to_minibatches, [6, 5, 4, 5], 10, 2) == [[[0], [3]], [[1, 2], [-1]]]
         assert list_columns(batch_lengths_to_minibatches, [6, 5, 7, 1], 10, 2) == [[[0], [2]], [[1], [3]]]
 
-    def test_lpt_needs_fewer_steps_than_greedy(self):
-        lengths = draw_lengths(1)
-        assert len(batch_lengths_to_minibatches_lpt(lengths, 8192, 4, 0)) < len(
-            batch_lengths_to_minibatches(lengths, 8192, 4, 0)
-        )
-
     @both
     @pytest.mark.parametrize(
         ("arguments", "message"),

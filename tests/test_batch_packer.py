@@ -119,27 +119,6 @@ def test_each_rank_gets_its_column(problem):
         assert column == [step[rank] or [-1] for step in table]
 
 
-def test_ranks_idle_when_samples_are_fewer():
-    table = pack_batch([3, 9], max_tokens_per_gpu=10, num_ranks=4)
-    assert len(table) == 1
-    assert sorted(table[0]) == [[], [], [0], [1]]
-
-
-def test_no_samples_need_no_micro_batches():
-    assert pack_batch([], 10, 4) == []
-
-
-def test_samples_at_the_cap_stay_alone():
-    table = pack_batch([8] * 6, max_tokens_per_gpu=8, num_ranks=2)
-    assert len(table) == 3
-    assert all(len(indices) == 1 for step in table for indices in step)
-
-
-def test_equal_samples_are_spread_equally():
-    table = pack_batch([10] * 96, max_tokens_per_gpu=60, num_ranks=8)
-    assert [[len(indices) for indices in step] for step in table] == [[6] * 8] * 2
-
-
 def test_pairs_and_triples_that_fill_the_cap_are_found():
     """First-fit decreasing needs one bin more here: it begins with 5 + 3 and 4 + 4."""
     lengths = [6, 5, 5, 4, 4, 4, 3, 3, 3, 3]
@@ -192,12 +171,6 @@ def test_chat_like_batches_cost_near_the_mean_over_ranks(attention_cost):
     table = pack_batch(lengths, 4096, 8, attention_cost)
     total = sum(length + attention_cost * length**2 for length in lengths.tolist())
     assert 1 <= sum_step_costs(table, lengths, attention_cost) / (total / 8) < 1.002
-
-
-def test_attention_cost_changes_the_table():
-    lengths = np.random.default_rng(1).lognormal(5, 1, 64).astype(int).clip(1, 2048)
-    plain, attended = pack_batch(lengths, 4096, 2), pack_batch(lengths, 4096, 2, 0.01)
-    assert sum_step_costs(attended, lengths, 0.01) < sum_step_costs(plain, lengths, 0.01)
 
 
 def test_step_costs_are_summed_over_the_costliest_ranks():

@@ -20,7 +20,6 @@ from mini_trainer.data.tokenized import by_row
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import DataOptions, EndOptions, TrainOptions, group_options
-from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.due import Calendar
 from mini_trainer.run.plan.planner import list_export_steps
 from mini_trainer.sampler import RunPosition, StreamTokens, TokenBatches, choose_batching, count_steps, draw_batches
@@ -292,13 +291,6 @@ def test_a_run_has_batches_as_small_as_the_longest_sample_and_no_smaller(inputs,
         train_here(world, **values | dict(batch_tokens=longest - 1))
     train_here(world, **values | dict(batch_tokens=longest))
     assert all(row["num_samples"] >= 1 for row in read_rows(tmp_path / "run"))
-
-
-def test_both_sizes_are_refused_together():
-    given = dict(output_dir="run", model_name_or_path="m", data_path="d", max_steps=1, batch_tokens=4096)
-    assert find_problems(group_options(TrainOptions, **given)) == []
-    (problem,) = find_problems(group_options(TrainOptions, **given, batch_size=128))
-    assert problem.startswith("--batch-size 128 and --batch-tokens 4096 both")
 
 
 def test_thresholds_are_crossed_by_the_samples_of_the_last_step():

@@ -7,7 +7,7 @@ import layouts
 import numpy as np
 import pytest
 import scaling
-from forked import run_forked
+from forked import succeed
 from harness import build_state, count_state_bytes, make_batch, make_options
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 
@@ -32,10 +32,9 @@ def read_table(text: str, first_column: str) -> dict[str, list[str]]:
 @pytest.mark.wide
 @pytest.mark.slow
 def test_the_training_step_is_compared_on_equal_batches_and_mixed_samples_are_found():
-    done = run_forked(0, "benchmarks/train_step.py", "--shape", "nano", "--batch-size", "8",
+    done = succeed(0, "benchmarks/train_step.py", "--shape", "nano", "--batch-size", "8",
                 "--micro-batch-size", "4", "--max-tokens-per-gpu", "512", "--num-steps", "1", "--num-rounds", "1",
                 "--learning-rate", "1e-2", "--in-one-process")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     rows = read_table(done.stdout, "method")
     apart = {method: cells[-1] for method, cells in rows.items()}
     assert {method for method, answer in apart.items() if answer != "yes"} == {"trl-wrapped"}, apart
@@ -49,9 +48,8 @@ def test_the_training_step_is_compared_on_equal_batches_and_mixed_samples_are_fo
 @pytest.mark.slow
 @pytest.mark.wide
 def test_classifiers_are_timed_against_transformers_trainer():
-    done = run_forked(0, "benchmarks/classification.py", "--num-samples", "8", "--batch-size", "4",
+    done = succeed(0, "benchmarks/classification.py", "--num-samples", "8", "--batch-size", "4",
                 "--num-rounds", "1")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     rows = read_table(done.stdout, "method")
     assert set(rows) == {"ours, packed", "Trainer, padded", "Trainer, group_by_length"}
     assert all(float(cells[1]) > 0 for cells in rows.values())
@@ -60,10 +58,9 @@ def test_classifiers_are_timed_against_transformers_trainer():
 @pytest.mark.slow
 @pytest.mark.wide
 def test_scaling_runs_at_its_smallest_size():
-    done = run_forked(0, "benchmarks/scaling.py", "--measured-shape", "nano", "--processes", "1",
+    done = succeed(0, "benchmarks/scaling.py", "--measured-shape", "nano", "--processes", "1",
                 "--num-steps", "1", "--max-tokens", "512", "--batch-size", "8", "--num-repeats", "1", "--gpus", "8",
                 "64", "--num-batches", "1", "--lengths", "chats", "--samples-per-gpu", "8")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     assert set(read_table(done.stdout, "ranks")) == {"1"}
     assert set(read_table(done.stdout, "GPUs")) == {"8", "64"}
 
@@ -96,10 +93,9 @@ def test_layouts_are_what_fits_and_what_travels():
 @pytest.mark.wide
 @pytest.mark.slow
 def test_osft_cost_measures_steps_and_bytes_with_the_square_form_and_without():
-    done = run_forked(0, "benchmarks/osft_cost.py", "--square", "--square-layers", "1", "--ratios", "0.25",
+    done = succeed(0, "benchmarks/osft_cost.py", "--square", "--square-layers", "1", "--ratios", "0.25",
                 "--hidden-size", "64", "--intermediate-size", "128", "--num-layers", "2", "--num-heads", "4",
                 "--vocab-size", "512", "--num-steps", "1", "--num-micro-batches", "1", "--tokens", "256")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     planned = read_table(done.stdout, "compute dtype, R")
     assert all(float(cells[2].rstrip("%")) > 1 for cells in planned.values()), planned
     rows = read_table(done.stdout, "kind")
@@ -110,12 +106,11 @@ def test_osft_cost_measures_steps_and_bytes_with_the_square_form_and_without():
 @pytest.mark.slow
 @pytest.mark.wide
 def test_continual_learning_trains_with_every_method_and_goes_on_from_its_exports(tmp_path: Path):
-    done = run_forked(0, "benchmarks/continual_learning.py", "--output-dir", tmp_path, "--num-held-out",
+    succeed(0, "benchmarks/continual_learning.py", "--output-dir", tmp_path, "--num-held-out",
                 "4", "--num-problems", "60", "--vocab-size", "300", "--hidden-size", "32", "--num-layers", "2",
                 "--steps-a", "2", "--steps", "2", "--batch-size", "2", "--learning-rates", "1e-3", "--num-workers", "1",
                 "--methods", "full", "full linear", "LoRA 32", "OSFT weights 0.25",
                 "OSFT activations 0.5", "OSFT + masked-kl")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     assert len(read_table((tmp_path / "results.md").read_text(), "method")) == 6
     assert (tmp_path / "LoRA 32 @ 1e-3 @ c" / "model.safetensors").exists(), "no third task from LoRA's export"
 
@@ -181,8 +176,7 @@ def test_fitted_costs_are_those_that_made_the_times_and_never_negative():
 @pytest.mark.wide
 def test_the_sweep_of_types_tells_exact_ones_from_those_that_are_refused_and_those_that_are_not_built():
     types = ["bloom", "lfm2", "bart", "gemma4_assistant"]
-    done = run_forked(0, "benchmarks/architectures.py", "--seconds", "600", "--types", *types)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeed(0, "benchmarks/architectures.py", "--seconds", "600", "--types", *types)
     outcomes = dict(line.split(": ")[:2] for line in done.stdout.splitlines() if line.split(":")[0] in types)
     assert outcomes == {"bloom": "exact", "lfm2": "exact", "bart": "refused", "gemma4_assistant": "not built"}
     assert done.stdout.rstrip().endswith("4 types: 2 exact, 1 refused, 1 not built")

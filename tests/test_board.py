@@ -28,7 +28,7 @@ from tiny_data import read_lines, write_jsonl
 
 from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.options.reading import MOST_BYTES, open_regular
-from mini_trainer.use.plots import board, columns
+from mini_trainer.use.plots import board, run_files
 from mini_trainer.use.plots.board import (
     MOST_COMPARED,
     Board,
@@ -38,8 +38,7 @@ from mini_trainer.use.plots.board import (
     find_share,
     read_tail,
 )
-from mini_trainer.use.plots.columns import MAX_LINE_BYTES, MetricsReader
-from mini_trainer.use.plots.run_files import open_runs
+from mini_trainer.use.plots.run_files import MAX_LINE_BYTES, MetricsReader, open_runs
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
 HOSTILE = "<img src=x onerror=alert(1)> 'quote' %2e%2e"
@@ -145,7 +144,7 @@ def test_runs_are_found_at_any_depth_but_not_in_runs_or_behind_links(tmp_path):
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "outside")
     (tmp_path / "runs" / "empty").mkdir()
     folder = tmp_path / "runs"
-    assert [path.relative_to(folder).as_posix() for path in find_runs(folder).paths] == ["a", "sweep/1", "sweep/2/b"]
+    assert [path.relative_to(folder).as_posix() for path in find_runs(folder)[0]] == ["a", "sweep/1", "sweep/2/b"]
     assert list(read_board(folder / "a")) == ["a"]  # a run's own directory
     assert read_board(folder / "empty") == {}
 
@@ -305,7 +304,7 @@ def test_a_run_whose_files_block_keeps_no_request_for_another_run_waiting(server
             assert goes_on.wait(60)
         return open_regular(path)
 
-    monkeypatch.setattr(columns, "open_regular", open_late)
+    monkeypatch.setattr(run_files, "open_regular", open_late)
     monkeypatch.setattr(board, "open_regular", open_late)
     with (server.board.folder / "first" / METRICS).open("a") as file:
         file.write('{"step": 21}\n')

@@ -9,7 +9,7 @@ from breadth import long
 from in_process import train_on
 from tiny_classifiers import make_class_samples, write_classified
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import VOCAB_SIZE
 from tiny_pairs import write_pairs
 from torch import Tensor
 from transformers import AutoModel
@@ -66,8 +66,7 @@ def compute_plainly(model: Path, data: Path, names: set[str]) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize(("kind", "earlier"), CASES)
-def test_data_of_one_kind_is_read_by_a_run_of_another(kind, earlier, world, tmp_path):
-    model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+def test_data_of_one_kind_is_read_by_a_run_of_another(kind, earlier, model, world, tmp_path):
     calibration = write_data(earlier, tmp_path, model, seed=2)
     statistics = study(world, tmp_path, model, kind, calibration)
     for name, expected in compute_plainly(model, calibration, set(statistics.inputs)).items():
@@ -75,8 +74,7 @@ def test_data_of_one_kind_is_read_by_a_run_of_another(kind, earlier, world, tmp_
 
 
 @pytest.mark.slow
-def test_ranks_that_share_rows_see_the_same(world, tmp_path):
-    model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+def test_ranks_that_share_rows_see_the_same(model, world, tmp_path):
     calibration = write_data("chats", tmp_path, model, seed=2)
     alone, shared = (
         study(world, tmp_path / str(n), model, "chats", calibration, num_ranks=n, **options)

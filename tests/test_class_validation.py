@@ -15,9 +15,6 @@ from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_c
 from tiny_data import read_lines
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.options.problems.finding import find_problems
-
 BATCH_SIZE = 6
 OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, max_steps=4, learning_rate=1e-2, keep_checkpoints=9,
                export_dtype="float32", validate_every_steps=1, checkpoint_every_steps=1)  # fmt: skip
@@ -145,18 +142,3 @@ def test_what_does_not_fit_the_data_is_refused(changes, problem, world, tmp_path
         options["validation_data_path"] = str(path)
     with pytest.raises(ValueError, match=problem):
         train_on(1, world, **options)
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (dict(class_weights=("balanced",)), "--class-weights: no effect on --objective causal-lm"),
-        (dict(label_smoothing=1.0), "--label-smoothing 1.0: must be at least 0 and below 1"),
-        (dict(objective="token-classification", label_smoothing=1.0), "must be at least 0 and below 1"),
-        (dict(objective="token-classification", router_aux_loss=0.1), "whose models have no such loss in transformers"),
-        (dict(objective="token-classification", router_loss_over="global-batch"), "whose models have no such loss in"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_refused(changes, problem):
-    given = group_options(TrainOptions, model_name_or_path="m", data_path="d", output_dir="o", max_steps=1, **changes)
-    assert [problem in found for found in find_problems(given)] == [True]

@@ -26,9 +26,7 @@ from mini_trainer.data.rows.files import find_sources
 from mini_trainer.data.rows.preparing import survey_labels
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import RowOptions, group_options, replace_options
-from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.tools import ProcessDataOptions
+from mini_trainer.options import RowOptions
 
 TEXTS = ["the film was very good", "terrible film, bad!", "Angela Merkel lives in Berlin", 'she said "no"\nand left']
 REVIEWS = [
@@ -402,18 +400,6 @@ def test_rows_that_cannot_be_used_can_be_left_out(encoder, tmp_path):
     assert (data.sidecar["rows"]["kept"], data.sidecar["rows"]["invalid"]) == (3, 2)
     rejected = read_lines(tmp_path / "out.arrow.rejected.jsonl")
     assert [(row["line"], row["row"]) for row in rejected] == [(4, "a,b,c"), (5, '{"text": "x"}')]
-
-
-def test_options_without_effect_are_refused():
-    options = group_options(ProcessDataOptions, input_file=("a",), output_file="o.arrow", model_name_or_path="m")
-    second, columns, first = find_problems(replace_options(options, columns=("label=y",), truncate=True))
-    assert columns.startswith("--columns label= has no effect without --format") and "classification" in columns
-    assert first.startswith("--truncate: ") and "--format classification" in first
-    assert second.startswith("--truncate ") and "--max-sample-num-tokens" in second
-    options = replace_options(options, format="classification")
-    assert find_problems(options) == []
-    problems = find_problems(replace_options(options, label_names=("a", "a"), labels_from="t.arrow", block_size=9))
-    assert len(problems) == 3 and "--label-names and --labels-from" in " ".join(problems)
 
 
 # --- what training reads

@@ -5,18 +5,16 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 from heavy import need
-from program import list_sources
+from program import ROOT, list_sources
 
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import ProcessDataOptions
 
-ROOT = Path(__file__).parent.parent
 CLUSTERS = ROOT / "examples" / "clusters"
 
 

@@ -12,7 +12,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from heavy import need
 from make_encoder import save_encoder, train_word_pieces
 from make_tiny_model import save_tiny_model, train_tokenizer
 from program import ROOT
+from tiny_data import write_jsonl
 from tiny_vision import make_image, save_vision_model
 
 from mini_trainer.__main__ import PROGRAMS, name_model, split_options
@@ -121,10 +121,6 @@ class Shell:
         return done.returncode
 
 
-def write_rows(path: Path, rows: Iterator[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture(scope="module")
 def belongings(tmp_path_factory) -> Path:
     """What a reader of the pages has: models, rows, data sets and the repository's recipes."""
@@ -134,16 +130,14 @@ def belongings(tmp_path_factory) -> Path:
         for i in range(8)
         for country, city in CAPITALS.items()
     ]
-    write_rows(path / "chats.jsonl", ({"messages": chat} for chat in chats))
+    write_jsonl(path / "chats.jsonl", ({"messages": chat} for chat in chats))
     for name in ("questions.jsonl", "gsm8k_test.jsonl"):
-        write_rows(path / name, ({"messages": chat} for chat in chats[:4]))
+        write_jsonl(path / name, ({"messages": chat} for chat in chats[:4]))
     (path / "questions.txt").write_text("What is the capital of Peru?\nWhat is the capital of Mali?\n")
     pairs = [{"prompt": chat[0]["content"], "chosen": chat[1]["content"], "rejected": "No."} for chat in chats]
-    write_rows(path / "pairs.jsonl", iter(pairs))
-    rated = [
-        {"prompt": pair["prompt"], "completion": pair["chosen"], "label": i % 2 == 0} for i, pair in enumerate(pairs)
-    ]
-    write_rows(path / "rated.jsonl", iter(rated))
+    write_jsonl(path / "pairs.jsonl", pairs)
+    rated = [{"prompt": o["prompt"], "completion": o["chosen"], "label": i % 2 == 0} for i, o in enumerate(pairs)]
+    write_jsonl(path / "rated.jsonl", rated)
     tokenizer = train_tokenizer((message["content"] for chat in chats for message in chat), vocab_size=320)
     for name in TEXT_MODELS:
         save_tiny_model(path / name, tokenizer, hidden_size=64, num_layers=2, seed=0)
@@ -155,7 +149,7 @@ def belongings(tmp_path_factory) -> Path:
     shutil.copytree(path / VISION_MODELS[0], path / VISION_MODELS[1])
     shown = [{"type": "image", "image": "photos/0.png"}, {"type": "text", "text": "Which part is this?"}]
     seen = [[{"role": "user", "content": shown}, {"role": "assistant", "content": f"A hinge, {i}."}] for i in range(24)]
-    write_rows(path / "seen.jsonl", ({"messages": chat} for chat in seen))
+    write_jsonl(path / "seen.jsonl", ({"messages": chat} for chat in seen))
     (path / "photos").mkdir()
     make_image(0).save(path / "photos" / "0.png")
     (path / "run.yaml").write_text(json.dumps(RUN | {"output_dir": "runs/planned"}))

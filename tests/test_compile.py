@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from breadth import long, wide
-from forked import run_forked
+from forked import succeed
 from functorch.compile import make_boxed_func
 from processes import flags
 from small_runs import LENGTHS, OPTIONS, make_inputs, make_micro_batch
@@ -239,8 +239,7 @@ def test_a_second_run_takes_its_blocks_from_the_cache(tmp_path):
     texts = []
     for name in ("first", "second"):
         options = OPTIONS | inputs | dict(compile=True, max_steps=1, output_dir=str(tmp_path / name))
-        done = run_forked(0, "train.py", *flags(**options), env={COMPILED: str(tmp_path / "cache")}, timeout=600)
-        assert done.returncode == 0, done.stderr
+        done = succeed(0, "train.py", *flags(**options), env={COMPILED: str(tmp_path / "cache")}, timeout=600)
         texts.append(re.search(r"(\d+) graphs compiled, (\d+) of them from (.*)", done.stderr).groups())
     (compiled, found, path), (again, found_again, _) = texts
     assert int(compiled) > 0 and found == "0" and path == str(tmp_path / "cache")

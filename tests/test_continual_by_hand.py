@@ -107,14 +107,10 @@ def test_what_a_kill_left_is_not_made_again(tmp_path: Path):
     record = json.loads((task / "train.done").read_text())
     for path in (task / "train.done", task / "measured" / "answers" / "evaluate.done", task / "train.log"):
         path.unlink()
-    (task / "measured" / "answers" / "results.json").write_text('{"models": [')
+    (answers := task / "measured" / "answers" / "results.json").write_text('{"models": [')
     (root / "data" / "twice" / "train" / "process-data.done").unlink()
     assert run(settings, tmp_path) == root
     assert json.loads((task / "train.done").read_text()) == record | {"seconds": None}
-    assert log and not (task / "train.log").exists() and "models" in json.loads(read(task / "measured" / "answers"))
+    assert log and not (task / "train.log").exists() and "models" in json.loads(answers.read_text())
     assert read_made(root) == made and (root / "results.json").read_text() == results
     assert read_options(task)["keep_exports"] == 1
-
-
-def read(folder: Path) -> str:
-    return (folder / "results.json").read_text()

@@ -1,12 +1,12 @@
 """The continual-learning example: its files are settings of the driver, and its tests ask for what was not trained."""
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
 from make_continual import TASKS, ContinualDataOptions, write_data
 from processes import ROOT
+from tiny_data import read_lines
 
 from mini_trainer.continual.settings import read_settings
 
@@ -19,8 +19,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 def read_chats(path: Path) -> list[tuple[str, str]]:
-    messages = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
-    return [(question["content"], answer["content"]) for question, answer in messages]
+    return [tuple(message["content"] for message in row["messages"]) for row in read_lines(path)]
 
 
 @pytest.mark.parametrize("name", ["continual", "continual_small"])

@@ -1,7 +1,6 @@
 """The page and the table of continual experiments: their numbers, what is refused, and how a browser shows it."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +9,13 @@ import numpy as np
 import pytest
 from browser import needs_browser
 from made_experiments import HOSTILE, make_experiment
+from run_directories import read_page
 
 from mini_trainer.continual.matrix import Cell, Experiment
 from mini_trainer.continual.page import check_comparable, describe_comparison, describe_page, find_front, write_page
 
 ORDERS = ((0, 1, 2), (2, 0, 1))
 TEXTS = "[...document.querySelectorAll('{}')].map(node => node.textContent)"
-
-
-def read_page(path: Path) -> dict:
-    found = re.search(r"<script id=data type=application/json>(.*?)</script>", path.read_text(), flags=re.DOTALL)
-    return json.loads(found[1])
 
 
 def replace_cells(experiment: Experiment, change: Callable[[int, str, str, Cell], Cell | None]) -> Experiment:
@@ -213,7 +208,7 @@ def test_a_browser_lays_experiments_over_each_other(browser, tmp_path):
     assert [row[: len(name)] for row, name in zip(rows, names, strict=True)] == list(names)
     assert len(browser.ask(TEXTS.format("#points .point"))) == 3
     fronts = browser.ask(TEXTS.format("#points-table td.on"))
-    page = read_page(tmp_path / "page.html")
+    page = read_page((tmp_path / "page.html").read_text())
     assert [text == "front" for text in fronts] == page["kinds"][0]["fronts"][0]["on_front"] and fronts[1] == "front"
     browser.ask("byId('forgotten').selectedIndex = 1; byId('forgotten').dispatchEvent(new Event('change'))")
     assert "probes forgotten" in browser.ask(TEXTS.format("#points .title"))[1]

@@ -18,8 +18,6 @@ from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.world import World
-from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.checkpointing import NoValidCheckpoint
 from mini_trainer.sampler import draw_samples
 
@@ -32,6 +30,7 @@ METHODS = {
     "bf16, 8 bits": dict(master_weights="bfloat16", optimizer="adamw8bit"),
     "lora": dict(lora=True, lora_dropout=0.2),
     "osft": dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_train_others=True),
+    "2 ranks": dict(num_ranks=2),
 }
 
 
@@ -108,17 +107,6 @@ def test_two_rounds_are_one_run_bit_for_bit(method, inputs, world, tmp_path):
     card = (two / "hf_format" / f"samples_{SIZE}" / "README.md").read_text() if method != "lora" else ""
     assert ("| trained before | 3 steps " in card) == (method != "lora")
     assert params["continued_from"] == origin and params["resumed_from"] is None and params["first_step"] == 0
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_two_rounds_on_two_ranks_are_one_run_bit_for_bit(inputs, world, tmp_path):
-    common = dict(num_ranks=2)
-    whole = run(world, inputs, tmp_path / "whole", "whole", max_steps=2 * STEPS, **common)
-    one = run(world, inputs, tmp_path / "one", "part_0", max_steps=STEPS, **common)
-    origin = str(one / "checkpoints" / f"step_{STEPS}")
-    two = run(world, inputs, tmp_path / "two", "part_1", max_steps=STEPS, continue_from=origin, **common)
-    check_rounds(whole, [one, two])
 
 
 @pytest.mark.long
@@ -244,23 +232,6 @@ def test_adapters_belong_to_their_model(inputs, world, tmp_path):
             world, inputs | dict(model_name_or_path=str(other)), tmp_path / "run", "part_1", max_steps=1, lora=True,
             continue_from=str(one / "checkpoints" / "step_1"),
         )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (dict(schedule_steps=None), "--continue-from with --lr-scheduler cosine needs --schedule-steps"),
-        (dict(lr_scheduler="constant_with_warmup", num_warmup_steps=0.1, schedule_steps=None),
-         "--continue-from with --num-warmup-steps 0.1 needs --schedule-steps"),
-        (dict(lr_scheduler="constant_with_warmup"), "--schedule-steps .*--lr-scheduler constant_with"),
-        (dict(resume="some/step_3"), "--continue-from and --resume some/step_3 "),
-        (dict(schedule_steps=0), "--schedule-steps 0: "),
-    ],
-)  # fmt: skip
-def test_options_that_do_not_fit_are_refused(changes, problem):
-    values = SHARED | dict(continue_from="c/step_1", max_steps=1, model_name_or_path="m", data_path="d", output_dir="o")
-    (found,) = find_problems(group_options(TrainOptions, **(values | changes)))
-    assert re.match(problem, found)
 
 
 def test_a_schedule_that_the_first_run_does_not_fit_in_is_refused(inputs, world, tmp_path):

@@ -9,7 +9,7 @@ import operator
 import counts
 import pytest
 from breadth import wide
-from forked import run_forked
+from forked import succeed
 
 
 @pytest.mark.long
@@ -18,8 +18,7 @@ from forked import run_forked
 def test_no_count_of_a_step_grows(case, tmp_path):
     """Beyond those that benchmarks/counts.py has written."""
     counts.save_models(tmp_path)
-    done = run_forked(counts.NUM_RANKS, "benchmarks/counts.py", "--worker", tmp_path, case)
-    assert done.returncode == 0, done.stderr
+    succeed(counts.NUM_RANKS, "benchmarks/counts.py", "--worker", tmp_path, case)
     written = json.loads((tmp_path / "counts.json").read_text())[case]
     known, needed = counts.read_counts(counts.RESULTS.read_text())[case], counts.find_needed(case)
     found = {name: counts.Cost(*parts) for name, parts in written.items()}
@@ -50,8 +49,7 @@ def test_messages_and_bytes_grow_with_the_ranks_and_not_with_their_square():
     found = {}
     for num_ranks in (FEW, MANY):
         words = ("--json", "--ranks", num_ranks, "--hang-timeout", 0)
-        done = run_forked(0, "benchmarks/side_channels.py", *words, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = succeed(0, "benchmarks/side_channels.py", *words, timeout=120)
         found[num_ranks] = {row["channel"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert found[FEW].keys() == found[MANY].keys() >= {RING, REMOVAL, "equal options", "a rank dies"}
     for num_ranks, channels in found.items():

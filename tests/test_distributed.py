@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedTorchrun, run_forked
+from forked import ForkedTorchrun, succeed
 from plain_loop import train_plainly
 from processes import ROOT, flags, free_port, name_node
 from safetensors.torch import load_file
 from small_runs import read_rows
-from tiny_data import make_samples, read_lines, write_samples
+from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -54,9 +54,7 @@ def runs(inputs) -> dict[str, Path]:
     output_dirs = {}
     for layout, (num_ranks, cap, options) in LAYOUTS.items():
         output_dirs[layout] = inputs["root"] / layout.replace(" ", "_").replace(",", "")
-        argv = train_command(inputs, output_dirs[layout], cap, **options)
-        result = run_forked(num_ranks, *argv)
-        assert result.returncode == 0, result.stderr
+        succeed(num_ranks, *train_command(inputs, output_dirs[layout], cap, **options))
     output_dirs["2 nodes"] = inputs["root"] / "two_nodes"
     argv = train_command(inputs, output_dirs["2 nodes"], 60)
     port, logs = free_port(), [inputs["root"] / f"node_{i}.log" for i in range(2)]
@@ -126,17 +124,13 @@ def test_a_model_sharded_in_each_node_goes_on_from_one_sharded_over_all_and_the_
     """2 x 2 ranks do what 2 did, and 1 does what they did: losses, norms (counted once), checkpoints, exports."""
     reference = read_rows(runs["1 rank"])
     hybrid, after = inputs["root"] / "hybrid", inputs["root"] / "after_hybrid"
-    argv = train_command(inputs, hybrid, 41, resume=runs["2 ranks"] / "checkpoints" / "step_4", **HYBRID)
-    result = run_forked(4, *argv)
-    assert result.returncode == 0, result.stderr
+    start = runs["2 ranks"] / "checkpoints" / "step_4"
+    succeed(4, *train_command(inputs, hybrid, 41, resume=start, **HYBRID))
     checkpoint = hybrid / "checkpoints" / "step_8"
     assert {path.name for path in checkpoint.glob("*.safetensors")} == {f"rank_0000{i}.safetensors" for i in (0, 1)}
-    result = run_forked(0, *train_command(inputs, after, 1000, resume=checkpoint))
-    assert result.returncode == 0, result.stderr
+    succeed(0, *train_command(inputs, after, 1000, resume=checkpoint))
     for output_dir, first_step in ((hybrid, 4), (after, 8)):
-        rows = read_lines(output_dir / "training_metrics_0.jsonl")
-        assert [row["step"] for row in rows] == list(range(first_step + 1, STEPS + 1))
-        for row, expected in zip(rows, reference[first_step:], strict=True):
+        for row, expected in zip(read_rows(output_dir, first_step + 1), reference[first_step:], strict=True):
             assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     export = f"hf_format/samples_{STEPS * BATCH_SIZE}/model.safetensors"
@@ -162,8 +156,7 @@ def test_the_first_gradients_do_not_depend_on_ranks_and_caps(inputs):
     for num_ranks, cap in ((1, 1000), (2, 41), (4, 41)):
         output = inputs["root"] / f"gradients_{num_ranks}.pt"
         argv = [ROOT / "tests" / "workers" / "first_gradients.py", inputs["model"], inputs["data"], cap, output]
-        result = run_forked(num_ranks, *argv, *batch_sizes)
-        assert result.returncode == 0, result.stderr
+        succeed(num_ranks, *argv, *batch_sizes)
         results[num_ranks] = torch.load(output)
     for (i, one), batch_size in zip(enumerate(results[1]), 2 * batch_sizes, strict=True):
         assert (results[4][i]["num_idle"] > 0) == (batch_size == 3)  # fewer samples than ranks: some only take part

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from evaluations import evaluate_here, list_means
-from forked import run_forked
+from forked import succeed
 from in_process import train_here
 from processes import flags
 from sklearn import metrics
@@ -37,17 +37,11 @@ KINDS = {
 NAMES = tuple(f"class {i}" for i in range(NUM_LABELS))
 
 
-def make_task(kind: str) -> DataTask:
-    label_type = KINDS[kind].get("label_type", "single")
-    return DataTask(
-        TOKENS if kind == "tokens" else SEQUENCES, label_type, () if kind == "regression" else NAMES, NUM_LABELS
-    )
-
-
 def make_inputs(root: Path, kind: str) -> dict[str, str]:
     """Two classifiers and a set for them."""
-    config = copy.deepcopy(CLASSIFIERS["bert"])
-    make_labels(make_task(kind)).write_into(config)
+    config, names = copy.deepcopy(CLASSIFIERS["bert"]), () if kind == "regression" else NAMES
+    label_type, data_kind = KINDS[kind].get("label_type", "single"), TOKENS if kind == "tokens" else SEQUENCES
+    make_labels(DataTask(data_kind, label_type, names, NUM_LABELS)).write_into(config)
     models = [
         save_classifier(config, root / name, num_labels=NUM_LABELS, of_tokens=kind == "tokens", seed=seed)
         for seed, name in enumerate(("first", "second"))
@@ -140,8 +134,7 @@ def test_scores_of_an_export_are_those_of_the_runs_validation(method, world, inp
 def test_two_processes_find_what_one_finds(inputs, world, tmp_path):
     files = inputs["tokens"]
     words = flags(output_dir=tmp_path / "two", model=files["first"], data=files["data"], num_resamples=200)
-    done = run_forked(2, "evaluate_model.py", *words)
-    assert done.returncode == 0, done.stderr
+    succeed(2, "evaluate_model.py", *words)
     one = evaluate_here(world, tmp_path / "one", model=files["first"], data=files["data"])
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     for measured, other in zip(one["sets"], two["sets"], strict=True):

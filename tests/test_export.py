@@ -4,7 +4,6 @@ Threads write and hash them; an untouched model is exported as it was loaded, ho
 """
 
 import errno
-import hashlib
 import itertools
 import json
 import os
@@ -16,7 +15,7 @@ import pytest
 import torch
 from breadth import wide
 from exports import MODELS, export
-from forked import run_forked
+from forked import succeed
 from processes import ROOT
 from safetensors.torch import load_file, save_file
 from tiny_classifiers import ENCODERS
@@ -108,11 +107,6 @@ def test_the_files_are_those_of_save_pretrained(name, tmp_path):
     assert held < sum(map(len, whole.values())) / 10 and (held > 0) == (name in FUSED)
 
 
-def test_a_small_model_is_one_file(tmp_path):
-    whole, streamed, _ = export_both_ways(MODELS["mixtral"], torch.float32, tmp_path, max_bytes=10**9)
-    assert streamed == whole and "model.safetensors" in whole and "model.safetensors.index.json" not in whole
-
-
 def test_without_transformers_internals_the_files_are_the_same(monkeypatch, tmp_path):
     def fail(*args: object) -> None:
         raise TypeError("got an unexpected keyword argument 'reverse'")
@@ -197,15 +191,6 @@ def test_parts_in_any_order_give_the_file_and_its_hash(seed, pool, small_blocks,
     for i, content in enumerate(contents):
         assert (tmp_path / str(i)).read_bytes() == content
         assert entries[tmp_path / str(i)] == hash_file(tmp_path / str(i))
-
-
-def test_parts_in_order_are_never_read_again(pool, small_blocks, tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "pread")
-    content = random.Random(0).randbytes(5000)
-    number = pool.add_file(tmp_path / "file", content[:20], len(content))
-    for place in cut(content, 20, random.Random(1)):
-        pool.write(number, place, content[place.start : place.stop])
-    assert pool.finish() == {tmp_path / "file": {"size": 5000, "sha256": hashlib.sha256(content).hexdigest()}}
 
 
 def test_the_system_may_take_less_at_once(pool, small_blocks, tmp_path, monkeypatch):
@@ -325,8 +310,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 def export_on_ranks(path: Path, export_dir: Path, dtype: str, max_bytes: int, *, fault: str = "none") -> list[str]:
     """Exports on two ranks; how each of them ended."""
-    result = run_forked(2, ROOT / "tests" / "workers" / "exporting.py", path, export_dir, dtype, max_bytes, fault)
-    assert result.returncode == 0, result.stderr
+    succeed(2, ROOT / "tests" / "workers" / "exporting.py", path, export_dir, dtype, max_bytes, fault)
     return [export_dir.with_suffix(f".rank_{rank}").read_text() for rank in range(2)]
 
 
@@ -347,7 +331,9 @@ def test_an_export_has_the_bytes_of_save_pretrained_and_their_hashes(
 
 
 @pytest.mark.parametrize("name, dtype, max_bytes", POOLED_CASES[:2])
-def test_weights_are_gathered_in_the_order_of_the_files(name, dtype, max_bytes, models, world, tmp_path, monkeypatch):
+def test_weights_are_gathered_in_the_order_of_the_files(
+    name, dtype, max_bytes, models, world, small_blocks, tmp_path, monkeypatch
+):
     """Else most would have to be read again to be hashed."""
     monkeypatch.delattr(os, "pread")
     monkeypatch.setattr(exporting, "MAX_SHARD_BYTES", max_bytes)
@@ -418,8 +404,7 @@ def test_an_export_gives_the_logits_of_the_model_it_was_loaded_from(family, worl
 
 def test_weights_stored_wider_than_the_config_says_are_not_rounded(world, tmp_path):
     path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    change_config(path, dtype="bfloat16")
     exported = load_file(export(path, tmp_path / "export", world) / "model.safetensors")
     for name, weight in load_file(path / "model.safetensors").items():
         assert torch.equal(exported[name], weight), name

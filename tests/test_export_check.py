@@ -14,7 +14,7 @@ from in_process import train_here
 from openai_standin import repeat, serve
 from safetensors.torch import load_file, save_file
 from tiny_data import write_jsonl
-from tiny_models import SHAPE, build, save_model, save_tokenizer
+from tiny_models import SHAPE, build, change_json, save_model, save_tokenizer
 from transformers import PreTrainedTokenizerBase, Qwen2Config
 
 from mini_trainer.options.tools import VerifyOptions
@@ -35,31 +35,22 @@ from mini_trainer.tools.verify import verify
 WEIGHTS = "model.safetensors"
 
 
-def write_checked(path: Path, export_dir: Path, world) -> Path:
-    """The export of a model with what it answers, as a run writes it."""
-    model, parts = build(path, world), make_parts(path)
-    notes = {CHECK_FILE: json.dumps(record_answers(model, parts, world=world))}
-    export_model(model, export_dir, replace(parts, notes=notes), world=world)
-    return export_dir
-
-
 @pytest.fixture(scope="module")
 def whole(world, tmp_path_factory) -> Path:
-    """Tied, with biases and a rotary base of its own; its prompts are rendered by a chat template."""
+    """An export with what its model answers, as a run writes it: tied, with biases and a rotary base of its own; its
+    prompts are rendered by a chat template."""
     folder = tmp_path_factory.mktemp("whole")
     rope = dict(rope_type="default", rope_theta=2e3)
     config = Qwen2Config(**SHAPE | dict(initializer_range=0.3), tie_word_embeddings=True, rope_parameters=rope)
-    return write_checked(save_tokenizer(save_model(config, folder / "model")), folder / "export", world)
+    path = save_tokenizer(save_model(config, folder / "model"))
+    model, parts = build(path, world), make_parts(path)
+    notes = {CHECK_FILE: json.dumps(record_answers(model, parts, world=world))}
+    export_model(model, folder / "export", replace(parts, notes=notes), world=world)
+    return folder / "export"
 
 
 def change(file: str, **changes: object) -> Callable[[Path], None]:
-    """Replaces entries of a JSON file."""
-
-    def apply(export: Path) -> None:
-        values = json.loads((export / file).read_text())
-        (export / file).write_text(json.dumps(values | changes))
-
-    return apply
+    return lambda export: change_json(export / file, **changes)
 
 
 def change_weights(edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
@@ -166,7 +157,7 @@ def test_a_run_records_what_its_export_does_not_answer(kind, whole, world, tmp_p
         return
     verify(VerifyOptions(path=tuple(map(str, exports)), against="transformers"))
     if (export / "adapter_config.json").exists():
-        change("adapter_config.json", lora_alpha=80)(export)
+        change_json(export / "adapter_config.json", lora_alpha=80)
         with pytest.raises(ValueError, match="apart"):
             verify(VerifyOptions(path=(str(export),), against="transformers"))
 
@@ -186,7 +177,7 @@ class Mute:
 
 def test_a_tokenizer_without_english_or_with_more_tokens_or_a_short_context_ends_a_run(whole, world, tmp_path):
     base = Path(shutil.copytree(whole.with_name("model"), tmp_path / "model"))
-    change("config.json", max_position_embeddings=12)(base)
+    change_json(base / "config.json", max_position_embeddings=12)
     model, parts = build(base, world), make_parts(base)
     assert {len(prompt["ids"]) for prompt in record_answers(model, parts, world=world)["prompts"]} == {4}
     model.model.config.vocab_size = 70

@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked import run_forked
 from make_tiny_model import train_tokenizer
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, change_json, save_model, save_tokenizer
 from tokenizers import Regex, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -364,10 +364,6 @@ def test_a_model_that_llama_cpp_computes_otherwise_is_refused(name, tmp_path):
         export(path, tmp_path / "model.gguf")
     assert message in str(raised.value) and str(path) in str(raised.value)
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
-
-
-def change_json(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_other_directories_and_tokenizers_are_refused(tmp_path, models):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from forked import run_forked
+from forked import succeed
 from huggingface_hub import ModelCard
 from in_process import Unwatched, train_here
 from small_runs import OPTIONS, copy_until, make_inputs
@@ -123,8 +123,7 @@ def test_the_command_exports_on_any_number_of_ranks(inputs, held_out, world, tmp
     train_here(world, **options)
     other = shutil.copytree(tmp_path / "run", tmp_path / "other" / "run", symlinks=True)
     shutil.rmtree(other / "hf_format")
-    done = run_forked(2, "mini_trainer/tools/export_run.py", other)
-    assert done.returncode == 0, done.stderr
+    done = succeed(2, "mini_trainer/tools/export_run.py", other)
     assert "wrote the model of step 2" in done.stdout + done.stderr
     assert not (other / ".lock").exists()
     check_same_files(tmp_path / "run/hf_format/samples_16", other / "hf_format/samples_16")

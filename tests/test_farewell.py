@@ -13,7 +13,7 @@ import pytest
 from forked import run_forked
 from in_process import train_here
 from make_tiny_model import save_tiny_model, train_tokenizer
-from processes import ENV, ROOT, flags, torchrun
+from processes import ENV, ROOT, flags, run, torchrun
 from small_runs import OPTIONS, make_inputs
 from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import VOCAB_SIZE
@@ -28,9 +28,7 @@ def run_printed(text: str, said: str, *, stdin: str = "") -> subprocess.Complete
     """Runs the command after `text` in a shell, as a user who copies it."""
     (line,) = [line for line in said.splitlines() if line.startswith(text)]
     words = line.removeprefix(text).strip()
-    return subprocess.run(
-        words, shell=True, cwd=ROOT, env=ENV, input=stdin, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(words, shell=True, cwd=ROOT, env=ENV, input=stdin, capture_output=True, text=True)
 
 
 def make_options(root: Path) -> dict:
@@ -79,13 +77,10 @@ def test_a_stop_says_how_to_continue_and_the_end_what_to_do_next(tmp_path):
 @pytest.mark.slow
 def test_the_printed_commands_are_a_shells_also_under_torchrun(tmp_path):
     options = make_options(tmp_path)
-    words = torchrun(1, "train.py", *flags(**options))
-    stopped = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
+    stopped = run(torchrun(1, "train.py", *flags(**options)))
     check_stopped(stopped, tmp_path / "a run")
     assert stopped.returncode == 0 and "Traceback" not in stopped.stderr  # torchrun's
-    words = torchrun(1, "train.py", *flags(**options | dict(resume="auto")))
-    done = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
-    check_done(done, tmp_path / "a run")
+    check_done(run(torchrun(1, "train.py", *flags(**options | dict(resume="auto")))), tmp_path / "a run")
 
 
 @pytest.mark.parametrize("export_best", [True, False])
@@ -94,10 +89,8 @@ def test_the_best_model_comes_first(export_best, world, tmp_path, caplog):
     options = make_inputs(tmp_path, "llama_tied_bias") | OPTIONS
     data = write_samples(tmp_path / "validation.arrow", make_samples(5, vocab_size=VOCAB_SIZE, seed=3))
     options |= dict(validation_data_path=(str(data),), validate_every_steps=1, max_steps=3, learning_rate=1.0)
-    options |= dict(
-        output_dir=str(tmp_path / "run"), export_best=export_best, lr_scheduler="constant", num_warmup_steps=0
-    )
-    said = train_here(world, **options).splitlines()
+    options |= dict(output_dir=str(tmp_path / "run"), lr_scheduler="constant", num_warmup_steps=0)
+    said = train_here(world, **options, export_best=export_best).splitlines()
     rows = read_lines(tmp_path / "run/validation_metrics_0.jsonl")
     best = min(rows[1:], key=lambda row: row["loss"])["step"]
     assert best != 3 and f"validation {rows[-1]['loss']:.4f}" in said[0]

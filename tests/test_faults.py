@@ -37,18 +37,6 @@ class Result:
     other: subprocess.CompletedProcess | None  # a second run that was tried meanwhile
 
 
-def kill_a_rank(job: Job) -> None:
-    os.kill(job.ranks[2], signal.SIGKILL)
-
-
-def kill_torchrun(job: Job) -> None:
-    job.process.kill()
-
-
-def freeze_a_rank(job: Job) -> None:
-    os.kill(job.ranks[1], signal.SIGSTOP)
-
-
 def limit_memory(job: Job) -> None:
     """Lets every rank have little more than it has: an activation of the long sample is 256 MiB."""
     for pid in job.ranks.values():
@@ -58,9 +46,9 @@ def limit_memory(job: Job) -> None:
 
 # Name: processes, the step to wait for, the fault, options.
 FAULTS: dict[str, tuple[int, int, Callable[[Job], None], dict]] = {
-    "frozen": (2, 3, freeze_a_rank, dict(hang_timeout=HANG_TIMEOUT)),
-    "killed_rank": (3, 3, kill_a_rank, {}),
-    "killed_torchrun": (2, 3, kill_torchrun, {}),
+    "frozen": (2, 3, lambda job: os.kill(job.ranks[1], signal.SIGSTOP), dict(hang_timeout=HANG_TIMEOUT)),
+    "killed_rank": (3, 3, lambda job: os.kill(job.ranks[2], signal.SIGKILL), {}),
+    "killed_torchrun": (2, 3, lambda job: job.process.kill(), {}),
     "raising": (2, 2, lambda job: None, {}),
     "out_of_memory": (2, 3, limit_memory, {}),
     "terminated": (2, 3, lambda job: os.kill(job.process.pid, signal.SIGTERM), {}),

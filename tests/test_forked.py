@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from breadth import long
-from forked import ForkedTorchrunJob, run_forked
-from processes import ENV, ROOT, is_alive, wait_until
+from forked import ForkedTorchrunJob
+from processes import ENV, is_alive, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -29,13 +29,6 @@ def script(tmp_path) -> Path:
     path = tmp_path / "script.py"
     path.write_text(RANK)
     return path
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks"), [(0, {-1}), (1, {0}), (2, {0, 1})])
-def test_every_rank_runs_the_script_as_it_was_called(num_ranks, ranks, script):
-    done = run_forked(num_ranks, script, "end", 5)
-    assert done.returncode == 0 and set(done.stdout.splitlines()) == {f"rank {rank} end 5" for rank in ranks}
-    assert done.stderr.splitlines() == [f"in {ROOT}"] * len(ranks)
 
 
 @pytest.mark.parametrize(("word", "code"), [long("end", 0), ("fail", 1)])

@@ -21,7 +21,7 @@ from processes import ENV, ROOT, flags
 from pydantic import TypeAdapter
 from stock_templates import make_tokenizer
 from tiny_data import read_lines, write_jsonl
-from tiny_models import FAMILIES, save_model, save_tokenizer
+from tiny_models import FAMILIES, change_json, save_model, save_tokenizer
 from trait_templates import TRAITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_standin import install_vllm
@@ -33,7 +33,6 @@ from mini_trainer.data.rows.prompts import Prompt, as_protocol
 from mini_trainer.distributed.ending import describe_error
 from mini_trainer.generate import generate
 from mini_trainer.options import group_options
-from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.tools import EngineOptions, GenerateOptions, SamplingOptions
 from mini_trainer.tools.server_requests import read_parameters
 from mini_trainer.use.inference import openai_engine
@@ -263,18 +262,6 @@ def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tm
         assert not any(secret in text for secret in ("k3y", "w0rd", "someone", "c29tZW9uZ"))
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["localhost:8000/v1", "http://h/v1?api-key=s3cret", "http://u:s3cret/x@h/v1", "ftp://u:s3cret@h", "http:///v1",
-     "http://s3cret h/v1"],
-)  # fmt: skip
-def test_addresses_that_the_client_cannot_use_are_refused_and_not_repeated(address):
-    options = group_options(GenerateOptions, model="m", engine="openai", base_url=address, api_key_env="s3cret-key")
-    address_problem, key_problem = find_problems(options)
-    assert address_problem.startswith("--base-url: expected http://")
-    assert "s3cret" not in address_problem + key_problem and key_problem.startswith("--api-key-env")
-
-
 def test_an_answer_cannot_drive_the_terminal(server, monkeypatch, capsys):
     typed = iter(["a \x1b]0;title\x07 b \x1b[2J\u202eend", "/\x1b[31m", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
@@ -376,24 +363,14 @@ def test_a_prompt_beyond_vllms_context_is_refused_and_the_others_are_answered(wo
     assert "model's context of 8 " in lines[0]["reason"] and len(asked.prompts) == 1
 
 
-def test_arguments_of_vllm_without_a_value_and_for_other_engines_are_refused():
-    options = group_options(GenerateOptions, model="m", engine="vllm", engine_args=("max_model_len",))
-    assert find_problems(options) == ["--engine-args: given 'max_model_len', allowed: NAME=VALUE, each name once"]
-    options = group_options(GenerateOptions, model="m", engine_args=("max_model_len=5",))
-    assert find_problems(options) == ["--engine-args has no effect with --engine hf, only with vllm"]
-
-
 @pytest.mark.wide
 @pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_program(tmp_path):
     """The answer never ends by itself: it has a hundred thousand tokens, and no token ends it."""
     path = save_tokenizer(save_model(FAMILIES["gpt_oss_sinks"], tmp_path / "model"))
-    for name in ("config.json", "generation_config.json"):
-        config = json.loads((path / name).read_text())
-        changed = {"eos_token_id": None} | ({"max_position_embeddings": 200_000} if name == "config.json" else {})
-        (path / name).write_text(json.dumps(config | changed))
-    tokenizer = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"eos_token": None}))
+    change_json(path / "config.json", eos_token_id=None, max_position_embeddings=200_000)
+    change_json(path / "generation_config.json", eos_token_id=None)
+    change_json(path / "tokenizer_config.json", eos_token=None)
     words = flags(model=path, max_new_tokens=100_000)
     process = subprocess.Popen(
         [sys.executable, "-u", "generate.py", *words], cwd=ROOT, env=ENV, text=True,
@@ -459,14 +436,10 @@ def respond(message: dict, *, model: str = "m", fingerprint: str | None = None, 
     return completion.model_dump(mode="json")
 
 
-def ask_twice(world, server: Server, folder: Path, **changes: object) -> list[dict]:
+def ask_twice(world, server: Server, folder: Path) -> list[dict]:
     rows = [{"messages": ASKED, "tools": [TOOL]}, {"messages": [{"role": "user", "content": "And 3 more?"}]}]
-    prompts, output = write_jsonl(folder / "prompts.jsonl", rows), folder / "answers.jsonl"
-    given = dict(
-        model="m", engine="openai", base_url=server.url, prompts=str(prompts), output=str(output), concurrency=1
-    )
-    generate(group_options(GenerateOptions, **given | changes), world)
-    return read_lines(output)
+    prompts = write_jsonl(folder / "prompts.jsonl", rows)
+    return run(world, server, str(prompts), folder / "answers.jsonl", concurrency=1)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "both"])

@@ -8,7 +8,7 @@ import pytest
 from in_process import train_here
 from small_runs import make_inputs
 from tiny_data import make_samples, write_samples
-from tiny_models import VOCAB_SIZE
+from tiny_models import VOCAB_SIZE, change_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
@@ -117,8 +117,7 @@ def test_the_datas_stop_token_ends_generation_in_the_export(
 ):
     model = Path(inputs["model_name_or_path"])
     for name in ("config.json", "generation_config.json"):
-        content = json.loads((model / name).read_text()) | {"eos_token_id": published}
-        (model / name).write_text(json.dumps(content))
+        change_json(model / name, eos_token_id=published)
     tokenizer = AutoTokenizer.from_pretrained(model)
     data_path = tmp_path / "data.arrow"
     write_samples(data_path, make_samples(30, vocab_size=VOCAB_SIZE))

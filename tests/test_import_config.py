@@ -11,9 +11,8 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
-from forked import run_forked
+from forked import succeed
 from tiny_data import write_jsonl
-from tiny_models import FAMILIES, save_model, save_tokenizer
 from typeguard import check_type
 
 from mini_trainer.data.rows.hub_rows import find_dataset
@@ -316,12 +315,6 @@ def test_files_that_are_there_stay(tmp_path):
     done = run_import(tmp_path, TRL)
     assert done.returncode == 2 and f"{tmp_path}/train.yaml: already exists" in done.stderr
     assert (tmp_path / "train.yaml").read_bytes() == b"mine \xff" and not (tmp_path / "data.yaml").exists()
-
-
-def test_each_file_is_recognized_by_the_share_of_its_keys():
-    assert recognize(yaml.safe_load(AXOLOTL)) == "axolotl"
-    assert recognize(yaml.safe_load(LLAMA_FACTORY)) == "llama-factory"
-    assert recognize(yaml.safe_load(TRL)) == "trl"
 
 
 @pytest.mark.parametrize(
@@ -695,11 +688,6 @@ def test_a_files_name_decides_between_trls_trainers_that_fit(path, given, expect
     assert recognize(IN_COMMON | given, Path(path)) == expected
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory) -> Path:
-    return save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("model")))
-
-
 def make_pairs(key: str) -> list[dict]:
     """Rows with a message of the user, under `key`, and two answers as turns of ShareGPT."""
     return [
@@ -733,24 +721,21 @@ def make_axolotls_reward(folder: Path) -> tuple[dict, list[dict]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [make_trls_dpo, make_llama_factorys_kto, make_axolotls_reward])
-def test_the_scripts_train_what_was_written(make, tiny_model, tmp_path):
+def test_the_scripts_train_what_was_written(make, model, tmp_path):
     given, rows = make(tmp_path)
     place = write_jsonl(tmp_path / "rows.jsonl", rows)
     name = "base_model" if "reward_model" in given else "model_name_or_path"
-    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({name: str(tiny_model), "output_dir": "run"} | given))
-    done = run_forked(0, "mini_trainer/tools/import_config.py", tmp_path / "theirs.yaml", "--output-dir", tmp_path)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({name: str(model), "output_dir": "run"} | given))
+    succeed(0, "mini_trainer/tools/import_config.py", tmp_path / "theirs.yaml", "--output-dir", tmp_path)
     data = yaml.safe_load((tmp_path / "data.yaml").read_text())
     if data.pop("input_dataset", None):  # the hub's
         data["input_file"] = [str(place)]
     (tmp_path / "data.yaml").write_text(yaml.safe_dump(data | {"num_proc": 1}))
     output = tmp_path / "data.arrow"
-    done = run_forked(0, "process_data.py", "--config", tmp_path / "data.yaml", "--output-file", output)
-    assert done.returncode == 0, done.stderr
+    succeed(0, "process_data.py", "--config", tmp_path / "data.yaml", "--output-file", output)
     assert len(TokenizedData(output, option="--data-path").lengths) == len(rows)
     words = ("--config", tmp_path / "train.yaml", "--data-path", output, "--output-dir", tmp_path / "run")
-    done = run_forked(1, "train.py", *words)
-    assert done.returncode == 0, done.stderr
+    succeed(1, "train.py", *words)
     steps = [json.loads(line) for line in (tmp_path / "run/training_metrics_0.jsonl").read_text().splitlines()]
     steps = [step for step in steps if "rewards/margins" in step]
     assert len(steps) == 2 and all(math.isfinite(step["loss"]) for step in steps)

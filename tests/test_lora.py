@@ -6,19 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 from breadth import long, wide
-from forked import run_forked
+from forked import run_forked, succeed
 from hand_made import read_triple
 from peft import AutoPeftModelForCausalLM, PeftModel
-from peft_runs import CONFIGS, STEPS, TABLE, load_with_adapter, logits_of, make_inputs, run_beside_peft, train
+from peft_runs import (
+    CONFIGS,
+    TABLE,
+    add_tokens,
+    load_with_adapter,
+    logits_of,
+    make_inputs,
+    run_beside_peft,
+    train,
+)
 from processes import flags
 from safetensors.torch import load_file
-from small_runs import NUM_SAMPLES, TIMES, make_micro_batch, read_rows
-from tiny_data import make_samples, read_lines, write_samples
+from small_runs import make_micro_batch, read_rows
 from tiny_models import SHAPE, VOCAB_SIZE, build, compile_by, save_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
@@ -26,8 +33,7 @@ from mini_trainer.model.methods import lora_layers
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.model.methods.nf4 import NF4Linear, pack, unpack
 from mini_trainer.objectives.objective import PackedModel
-from mini_trainer.options import DataOptions, LoRAOptions, TrainOptions, group_options
-from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.options import DataOptions, LoRAOptions
 
 ALWAYS = [("llama", {}), ("qwen3_moe", {}), ("gpt2", dict(lora_use_dora=True)), ("gpt_oss_sinks", {})]
 
@@ -87,7 +93,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind, world, tmp_pat
     exports.append(train(world, inputs, tmp_path / "resumed", **kind, resume=str(checkpoint)))
     files = [load_file(export / "adapter/adapter_model.safetensors") for export in exports]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
-    assert read_rows(tmp_path / "whole")[2:] == read_rows_from(tmp_path / "resumed", 3)
+    assert read_rows(tmp_path / "whole")[2:] == read_rows(tmp_path / "resumed", 3)
 
     # A checkpoint holds what trains and its moments, and continues on two ranks.
     manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -97,17 +103,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(kind, world, tmp_pat
     assert sum(torch.Size(entry["shape"]).numel() for entry in weights) == num_trained
     if "lora_dropout" not in kind:
         train(world, inputs, tmp_path / "two", num_ranks=2, **kind, resume=str(checkpoint))
-        rows = read_rows_from(tmp_path / "two", 3)
+        rows = read_rows(tmp_path / "two", 3)
         losses = [row["loss"] for row in read_rows(tmp_path / "whole")[2:]]
         rel = 1e-5 if "compute_dtype" not in kind else 1e-2
         assert [row["loss"] for row in rows] == pytest.approx(losses, rel=rel)
-
-
-def read_rows_from(output_dir: Path, first: int) -> list[dict]:
-    """The rows of a run that continued from another one's checkpoint."""
-    rows = read_lines(output_dir / "training_metrics_0.jsonl")
-    assert [row["step"] for row in rows] == list(range(first, STEPS + 1))
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
 def test_packed_weights_are_bitsandbytes_own(world):
@@ -270,26 +269,14 @@ def test_another_base_or_rank_is_refused_at_a_resume(world, tmp_path):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's
 def test_a_vocabulary_that_grew_is_trained_and_saved_with_the_adapter(world, tmp_path):
-    inputs = make_inputs(tmp_path, "qwen3")  # tied
-    tokenizer = AutoTokenizer.from_pretrained(inputs["model_name_or_path"])
-    num_added = VOCAB_SIZE + 3 - len(tokenizer)
-    tokenizer.add_tokens([f"<|added_{i}|>" for i in range(num_added)], special_tokens=True)
-    tokenizer.save_pretrained(tmp_path / "data.arrow.tokenizer")
-    write_samples(tmp_path / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=len(tokenizer)))
-    sidecar = dict(
-        tokenizer_fingerprint=fingerprint_tokenizer(tokenizer),
-        max_token_id=len(tokenizer) - 1,
-        tokenizer_dir="data.arrow.tokenizer",
-    )
-    (tmp_path / "data.arrow.meta.json").write_text(json.dumps(sidecar))
+    model = make_inputs(tmp_path, "qwen3")["model_name_or_path"]  # tied
+    inputs = add_tokens(tmp_path / "grown", model, 3)
     merged = train(world, inputs, tmp_path / "merged", lora_export="merged")
     export = train(world, inputs, tmp_path / "adapter", lora_export="adapter")
-    assert json.loads((export / "adapter_config.json").read_text())["modules_to_save"] == [
-        "model.embed_tokens",
-        "lm_head",
-    ]
+    config = json.loads((export / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["model.embed_tokens", "lm_head"]
     theirs = AutoPeftModelForCausalLM.from_pretrained(export, dtype=torch.float32)
-    assert theirs.get_base_model().config.vocab_size == len(tokenizer)
+    assert theirs.get_base_model().config.vocab_size == VOCAB_SIZE + 3
     own = logits_of(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32))
     torch.testing.assert_close(logits_of(theirs), own, rtol=1e-5, atol=1e-5)
     given = dict(lora_adapter=str(export), lora_rank=None, lora_alpha=None, learning_rate=0.0, lora_export="merged")
@@ -388,37 +375,13 @@ def test_dropped_inputs_are_a_function_of_the_seed(world, tmp_path):
 def test_an_adapter_is_merged_later(world, tmp_path):
     inputs = make_inputs(tmp_path, "mixtral")
     export = train(world, inputs, tmp_path / "run")
-    command = [
-        "mini_trainer/tools/merge_adapter.py",
-        *flags(adapter=export / "adapter", output_dir=tmp_path / "m", export_dtype="float32"),
-    ]
-    done = run_forked(0, *command)
-    assert done.returncode == 0, done.stderr
+    program, given = "mini_trainer/tools/merge_adapter.py", dict(output_dir=tmp_path / "m", export_dtype="float32")
+    succeed(0, program, *flags(adapter=export / "adapter", **given))
     merged, expected = load_file(tmp_path / "m" / "model.safetensors"), load_file(export / "model.safetensors")
     assert merged.keys() == expected.keys()
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
     AutoTokenizer.from_pretrained(tmp_path / "m")
-    again = run_forked(0, *command)
+    again = run_forked(0, program, *flags(adapter=export / "adapter", **given))
     assert again.returncode == 2 and "already exists" in again.stderr
-    none = run_forked(0, "mini_trainer/tools/merge_adapter.py", *flags(adapter=tmp_path, output_dir=tmp_path / "n"))
+    none = run_forked(0, program, *flags(adapter=tmp_path, output_dir=tmp_path / "n"))
     assert none.returncode == 2 and "no adapter_config.json" in none.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (dict(lora_rank=8, base_quantization="nf4"), "--lora-rank, --base-quantization: "),
-        (dict(lora=True, lora_rank=10**9), "--lora-rank 1000000000: "),
-        (dict(lora=True, lora_rank=0), "--lora-rank 0: "),
-        (dict(lora=True, lora_alpha=0.0), "--lora-alpha 0.0: "),
-        (dict(lora=True, lora_dropout=1.0), "--lora-dropout 1.0: "),
-        (dict(lora=True, master_weights="bfloat16"), "--master-weights bfloat16 "),
-        (dict(lora=True, float8=True), "--float8 "),
-        (dict(lora=True, lora_use_dora=True, base_quantization="nf4"), "--lora-use-dora "),
-        (dict(lora=True, lora_adapter="a", lora_rank=4), "--lora-rank: "),
-    ],
-)
-def test_options_that_cannot_be_meant_are_refused(options, problem):
-    given = group_options(TrainOptions, model_name_or_path="m", data_path="d", output_dir="o", max_steps=1, **options)
-    (found,) = find_problems(given)
-    assert found.startswith(problem)

@@ -29,6 +29,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LongcatFlashConfig,
+    MistralConfig,
     NemotronConfig,
     RobertaConfig,
     RwkvConfig,
@@ -189,6 +190,7 @@ def test_how_it_is_computed_does_not_change_what_is_computed(family, change, wor
 REFUSED = {
     "rwkv": (RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2), "no num_attention_heads"),
     "xlm": (XLMConfig(vocab_size=VOCAB_SIZE, emb_dim=32, n_layers=2, n_heads=4, causal=True), "'xlm' .*packed row"),
+    "mistral": (MistralConfig(**SHAPE, sliding_window=0), "sliding window of 0 tokens.*null"),
 }
 
 
@@ -260,13 +262,6 @@ def test_the_check_finds_a_broken_attention(attend, reason, dtype, world, tmp_pa
         check(build(path, world, dtype=dtype), world)
 
 
-def test_a_window_of_no_tokens_is_refused_by_that(world, tmp_path):
-    save_tiny_model("mistral", tmp_path, changes=dict(sliding_window=0))
-    model = build(tmp_path, world)
-    with pytest.raises(ValueError, match=r"sliding window of 0 tokens.*null"):
-        check(model, world)
-
-
 @pytest.mark.parametrize("kind", ["inkling_text", long("inkling2_text")])
 def test_logits_end_where_the_model_cuts_them_off(kind, world, tmp_path):
     save_tiny_model(kind, tmp_path, changes=dict(unpadded_vocab_size=101))
@@ -303,28 +298,19 @@ def test_the_check_finds_windows_logits_and_losses_that_are_not_the_models_own(f
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 256),  # max_position_embeddings
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, None),
         ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}, None),
+        (dict(sliding_attention={"rope_type": "default", "rope_theta": 1e4},
+              full_attention={"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}), 256),
     ],
-)
+)  # fmt: skip
 def test_rotary_embeddings_that_look_at_the_whole_row_are_refused_beyond_their_limit(rope, limit):
-    config = LlamaConfig(**SHAPE, rope_parameters=rope)
+    """Also as Gemma 3 has them, by the type of layer."""
+    config = (Gemma3TextConfig if "full_attention" in rope else LlamaConfig)(**SHAPE, rope_parameters=rope)
     check_rope(config, longest=256)
     if limit is None:
         check_rope(config, longest=10_000)
     else:
         with pytest.raises(ValueError, match=f"than {limit}; .* 257 "):
             check_rope(config, longest=limit + 1)
-
-
-def test_rotary_embeddings_of_a_layer_type_are_looked_at(world):
-    """Gemma 3's way: parameters by the type of layer."""
-    rope = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
-    }
-    config = Gemma3TextConfig(**SHAPE, rope_parameters=rope)
-    check_rope(config, longest=256)
-    with pytest.raises(ValueError, match=r"than 256; .* 257 "):
-        check_rope(config, longest=257)
 
 
 def test_transformers_takes_every_backend_by_its_name(world, tmp_path):

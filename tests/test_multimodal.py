@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_runs import NUM_SAMPLES, OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, load_source, save_model, save_tokenizer
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, change_json, check, load_source, save_model, save_tokenizer
 from tiny_vision import load
 from transformers import (
     AutoModelForCausalLM,
@@ -294,9 +294,7 @@ NUM_PREDICTED = dict(num_nextn_predict_layers=1)
 
 def save_with(path: Path, family: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """A model with tensors in bfloat16 of a file of their own beside its weights; those tensors."""
-    save_tokenizer(save_model((FAMILIES | MODELS)[family], path))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | NUM_PREDICTED))
+    change_json(save_tokenizer(save_model((FAMILIES | MODELS)[family], path)) / "config.json", **NUM_PREDICTED)
     return add_file(path, {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()})
 
 

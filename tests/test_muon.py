@@ -172,24 +172,20 @@ def train(num_ranks: int, world, inputs: dict[str, str], output_dir: Path, **cha
     return load_file(output_dir / "hf_format" / "latest" / "model.safetensors")
 
 
+REPLICAS = dict(sharding="hybrid", shard_size=2)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [wide("llama"), "fused", long("experts by rows")])  # fused ones among plain ones
-def test_weights_do_not_depend_on_the_number_of_ranks(case, inputs, world, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "num_ranks", "changes"),  # fused ones among plain ones
+    [wide("llama", 2, {}), wide("llama", 3, {}), ("fused", 3, {}), long("experts by rows", 3, {}),
+     long("llama", 4, REPLICAS)],
+)  # fmt: skip
+def test_weights_do_not_depend_on_ranks_and_replicas(case, num_ranks, changes, inputs, world, tmp_path):
     """Three ranks: rows that they do not divide, and experts of which some or all hold a part."""
     expected = train(1, world, inputs[case], tmp_path / "1")
-    for num_ranks in (2, 3) if case == "llama" else (3,):
-        found = train(num_ranks, world, inputs[case], tmp_path / f"{num_ranks}")
-        for name, tensor in found.items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=f"{name}, {num_ranks} ranks")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_replicas_of_shards_do_the_same(inputs, world, tmp_path):
-    expected = train(1, world, inputs["llama"], tmp_path / "1")
-    found = train(4, world, inputs["llama"], tmp_path / "4", sharding="hybrid", shard_size=2)
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5)
+    for name, tensor in train(num_ranks, world, inputs[case], tmp_path / "other", **changes).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(inputs, world, tmp_path):

@@ -105,15 +105,12 @@ def test_clipping_scales_only_what_is_too_long():
     assert gradients[0][0].item() == pytest.approx(3.0 * 0.5 / norm)
 
 
-def test_a_schedule_without_a_shape_of_its_own_is_not_taken_for_another():
-    options = OptimizationOptions(learning_rate=1.0, lr_scheduler="sawtooth")
+def test_a_schedule_or_an_optimizer_without_a_rule_of_its_own_is_not_taken_for_another():
+    options = OptimizationOptions(learning_rate=1.0, lr_scheduler="sawtooth", optimizer="sgd")
     with pytest.raises(KeyError, match="sawtooth"):
         learning_rate_at(5, options, num_steps=10)
-
-
-def test_an_optimizer_without_a_rule_of_its_own_is_not_taken_for_another():
     with pytest.raises(KeyError, match="sgd"):
-        build_optimizer(torch.nn.Module(), OptimizationOptions(learning_rate=1.0, optimizer="sgd"))
+        build_optimizer(torch.nn.Module(), options)
 
 
 OTHERS = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from forked import run_forked
+from forked import succeed
 from processes import ROOT, flags
 from refusals import refuse
 from tiny_data import make_samples, write_jsonl, write_samples
@@ -212,8 +212,7 @@ def test_no_file_of_a_run_holds_a_secret(tmp_path: Path):
     options = dict(model_name_or_path=model, data_path=data, output_dir=tmp_path / "run", max_steps=1, batch_size=2)
     prompts = write_jsonl(tmp_path / "key-123456.jsonl", [{"prompt": "a"}])
     names = dict(sample_prompts=prompts, validation_data_path=data)
-    done = run_forked(0, "train.py", *flags(**options, **names), env=secrets)
-    assert done.returncode == 0, done.stderr
+    done = succeed(0, "train.py", *flags(**options, **names), env=secrets)
     files = [path for path in (tmp_path / "run").rglob("*") if path.suffix in (".json", ".jsonl", ".md")]
     texts = [path.read_text() for path in files] + [done.stdout, done.stderr]
     assert "***" in (tmp_path / "run" / "training_params.json").read_text()

@@ -25,7 +25,6 @@ from mini_trainer.options.fields import list_choices
 from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES
 from mini_trainer.options.problems import finding
 from mini_trainer.options.problems.finding import find_problems, find_wrong_options
-from mini_trainer.options.tools import ProcessDataOptions
 
 ROOT = Path(__file__).parent.parent
 OTHERS = sorted({*PROGRAMS} - {"train"})  # words of mini-trainer
@@ -211,22 +210,6 @@ def test_the_printed_configuration_is_one_that_config_takes_back(tmp_path):
     (tmp_path / "printed.yaml").write_text(printed.stdout)
     again = run_script("train.py", "--config", str(tmp_path / "printed.yaml"), "--print-config")
     assert again.stdout == printed.stdout, again.stderr
-
-
-def test_a_schedule_that_decays_needs_an_end_and_a_run_without_end_needs_exports():
-    paths = dict(model_name_or_path="m", data_path="d", output_dir="o")
-    assert "--lr-scheduler cosine" in find_problems(group_options(TrainOptions, **paths, lr_scheduler="cosine"))[0]
-    assert find_problems(group_options(TrainOptions, **paths, min_samples_per_checkpoint=10)) == []
-    for scheduler in ("linear", "cosine", "polynomial", "wsd"):
-        given = dict(lr_scheduler=scheduler, max_epochs=1, min_lr_ratio=0.0)
-        assert find_problems(group_options(TrainOptions, **paths, **given)) == []
-
-
-def test_process_data_options():
-    paths = dict(input_file="i.jsonl", model_name_or_path="m")
-    problems = find_problems(group_options(ProcessDataOptions, **paths, output_file="o.csv", num_proc=0))
-    assert [problem.partition(": ")[0] for problem in problems] == ["--num-proc 0", "--output-file o.csv"]
-    assert find_problems(group_options(ProcessDataOptions, **paths, output_file="o.parquet")) == []
 
 
 def test_packages_that_are_not_installed_are_named_once_nothing_else_is_wrong(monkeypatch):

@@ -10,7 +10,7 @@ from breadth import long, thin, wide
 from hand_made import pack_samples
 from in_process import train_here, train_on
 from safetensors.torch import load_file
-from tiny_data import make_samples, write_samples
+from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, build, check, compile_by, make_osft, save_model, save_tokenizer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -411,7 +411,9 @@ def test_a_pattern_that_matches_nothing_is_refused_before_the_weights_are_read(w
 
 def test_without_free_directions_targets_stay_and_others_train(world, tmp_path):
     path = save_model(FAMILIES["llama_tied_bias"], tmp_path / "model")
-    model = build(path, world, method=settings(tmp_path, 0.0, train_others=True))
+    method = settings(tmp_path, 0.0, train_others=True)
+    model = build(path, world, method=method)
+    assert method.describe() == "OSFT keeps all of 14 layers, which do not train; everything else does"
     before = {name: weight.clone() for name, weight in gather(model, world).items()}
     train_steps(model, 3)
     after = gather(model, world)
@@ -446,9 +448,7 @@ def test_ranks_change_nothing_and_exports_keep_what_they_must(family, layouts, w
         root = tmp_path / str(num_ranks)  # a cache of its own: every number of ranks decomposes
         hybrid = dict(sharding="hybrid", shard_size=2) if num_ranks == 4 else {}
         train_run(num_ranks, world, root, output_dir, model=model, data=data, **hybrid)
-        rows[num_ranks] = [
-            json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()
-        ]
+        rows[num_ranks] = read_lines(output_dir / "training_metrics_0.jsonl")
         export_dir = output_dir / "hf_format" / f"samples_{9 * STEPS}"
         exports[num_ranks] = load_file(export_dir / "model.safetensors")
         assert exports[num_ranks].keys() == start.keys()
@@ -599,13 +599,6 @@ def test_statistics_of_two_tasks_are_added_once_each(world, tmp_path):
     for bad in (file, tmp_path / "missing.safetensors"):
         with pytest.raises(RunError, match=f"--osft-statistics {bad}: "):
             watch(path, world, None, statistics_file=bad)
-
-
-def test_a_run_that_keeps_all_directions_says_what_trains(world, tmp_path):
-    path = save_model(FAMILIES["llama"], tmp_path / "model")
-    method = settings(tmp_path, 0.0, train_others=True)
-    build(path, world, method=method)
-    assert method.describe() == "OSFT keeps all of 14 layers, which do not train; everything else does"
 
 
 def test_data_of_another_tokenizer_is_refused_before_the_model_loads(world, tmp_path):

@@ -13,12 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-from forked import run_forked
+from forked import succeed
 from processes import ENV, ROOT, count_steps, flags, free_port, is_alive, list_children, wait_until
 from program import list_dependencies, list_sources
 
@@ -159,12 +158,7 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
         (["train", "--nnodes", "--rdzv-id=1"], "--nnodes needs"),
         (["train", "--nnodes", "2", "--nnodes=2"], "once: --nnodes"),
         (
-            [
-                "train",
-                "--nnodes=2:1",
-                *("--model-name-or-path", "M", "--data-path", "D", "--output-dir", "O"),
-                *("--max-tokens-per-gpu", "9", "--max-steps", "1"),
-            ],
+            ["train", "--nnodes=2:1", *flags(model_name_or_path="M", data_path="D", output_dir="O", max_steps=1)],
             "torchrun: min_nodes",
         ),
         (["train", "--nproc-per-node=2", "--bach-size", "3"], "--bach-size"),
@@ -212,12 +206,6 @@ def test_what_train_hands_to_torchrun_is_torchruns_and_no_option_of_its_own():
     assert names - takes_a_value == set()
 
 
-def test_the_command_is_declared_beside_the_version():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"mini-trainer": "mini_trainer.__main__:main"}
-    assert project["dynamic"] == ["version"]
-
-
 @pytest.fixture(scope="module")
 def run_flags(site, elsewhere) -> list[str]:
     """Flags of a run on a tiny model and on data that the installed program made."""
@@ -244,8 +232,7 @@ def read_losses(output_dir: Path) -> list[float]:
 def test_two_machines_train_from_elsewhere_as_one_process_does_in_a_checkout(site, elsewhere, run_flags):
     end = ["--max-steps", 3]
     here = [elsewhere / word if word in ("model", "chats.arrow") else word for word in run_flags]
-    alone = run_forked(0, "train.py", *here, *end, "--output-dir", elsewhere / "alone")
-    assert alone.returncode == 0, alone.stderr
+    succeed(0, "train.py", *here, *end, "--output-dir", elsewhere / "alone")
     meeting = ["--nnodes=2", "--nproc_per_node", 1, "--rdzv-backend=c10d", "--rdzv-id", "test"]
     argv = ["train", *meeting, f"--rdzv-endpoint=127.0.0.1:{free_port()}", *run_flags, *end, "--output-dir", "both"]
     machines = [start(site, elsewhere, *argv) for _ in range(2)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from breadth import long, wide
-from forked import run_forked
+from forked import succeed
 from in_process import print_plan, train_here
 from processes import flags
 from small_runs import make_inputs
@@ -30,7 +30,6 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.objective import Objective, find_data_kind, make_objective
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.objectives import OBJECTIVES
-from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.auto_settings import MemoryCounter
 from mini_trainer.run.export import ExportParts
 from mini_trainer.run.exports import Exports
@@ -314,27 +313,14 @@ def test_the_disk_of_a_plan_holds_the_exports_of_averages(changes, plan, inputs,
     assert num_exports == most["all"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (dict(dry_run=False, plan_for="2"), "--plan-for .*--dry-run"),
-        (dict(dry_run=False, memory_budget_gb=3.0, activation_checkpointing="full"), "--memory-budget-gb .*no effect"),
-        (dict(memory_budget_gb=0.0), "--memory-budget-gb 0.0: "),
-        (dict(plan_for="0"), "--plan-for 0: "),
-        (dict(max_tokens_per_gpu="auto", drop_overlong=True), "--drop-overlong .*--max-tokens-per-gpu auto"),
-    ],
-)
-def test_options_without_effect_are_refused(changes, problem, inputs):
-    (found,) = find_problems(group_options(TrainOptions, **(inputs | changes)))
-    assert re.match(problem, found)
-
-
-def test_a_dry_run_measures_a_step_and_leaves_nothing(inputs, tmp_path):
-    before = sorted(tmp_path.parent.rglob("*"))
-    result = run_forked(0, "train.py", *flags(**(inputs | dict(output_dir=tmp_path / "run"))))
-    assert result.returncode == ExitCode.DONE, result.stderr
+@pytest.mark.parametrize("objective", ["causal-lm", long("preference"), long("reward")])
+def test_a_dry_run_measures_a_step_and_leaves_nothing(objective, request, tmp_path):
+    given = request.getfixturevalue("inputs" if objective == "causal-lm" else "pairs") | dict(objective=objective)
+    folders = (tmp_path.parent, Path(given["data_path"]).parent)
+    before = [sorted(folder.rglob("*")) for folder in folders]
+    result = succeed(0, "train.py", *flags(**given | dict(output_dir=tmp_path / "run")))
     assert "on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
-    assert sorted(tmp_path.parent.rglob("*")) == before
+    assert [sorted(folder.rglob("*")) for folder in folders] == before
 
 
 @pytest.mark.wide
@@ -388,14 +374,3 @@ def test_another_reference_model_needs_memory_while_it_scores(plan, pairs, tmp_p
     shutil.rmtree(other)
     code, text = plan(**pairs, **target, memory_budget_gb=80.0)
     assert code == ExitCode.BAD_INPUT and "--reference-model" in text
-
-
-@pytest.mark.long
-def test_a_dry_run_of_preferences_measures_a_step_and_leaves_nothing(pairs, tmp_path):
-    for objective in ("preference", "reward"):
-        before = sorted(Path(pairs["data_path"]).parent.rglob("*"))
-        words = flags(**pairs | dict(output_dir=tmp_path / "run", objective=objective))
-        result = run_forked(0, "train.py", *words)
-        assert result.returncode == ExitCode.DONE, result.stderr
-        assert "on 3 micro-batches" in result.stdout and "no problems found" in result.stdout
-        assert sorted(Path(pairs["data_path"]).parent.rglob("*")) == before

@@ -20,15 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_server import serving
 from processes import ROOT, run
-from run_directories import make_sources, write_run
+from run_directories import make_sources, read_page, write_run
 from tiny_data import read_lines, write_jsonl
 
 from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.options.tools import PlotOptions
 from mini_trainer.tools.plot_metrics import plot_metrics
-from mini_trainer.use.plots import columns
+from mini_trainer.use.plots import run_files
 from mini_trainer.use.plots.board import BoardServer
-from mini_trainer.use.plots.columns import MetricsReader
 from mini_trainer.use.plots.curves import (
     COLOURS,
     DASHES,
@@ -39,16 +38,10 @@ from mini_trainer.use.plots.curves import (
     make_curves_page,
     thin,
 )
-from mini_trainer.use.plots.run_files import Run, name_runs, open_runs
+from mini_trainer.use.plots.run_files import MetricsReader, Run, name_runs, open_runs
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
 HOSTILE = "<img src=x onerror=alert(1)> $DATA$ \"quote' %{x} <b> &lt; \u202e _ü"
-
-
-def read_page(page: str) -> dict:
-    """What the page's script draws."""
-    found = re.search(r"<script id=data type=application/json>(.*?)</script>", page, flags=re.DOTALL)
-    return json.loads(found[1])
 
 
 def describe(*paths: Path) -> dict:
@@ -103,8 +96,8 @@ def test_of_a_step_that_is_there_twice_the_later_one_counts(tmp_path):
 
 def test_many_names_cost_as_much_as_many_numbers_and_most_of_them_get_no_chart(tmp_path, monkeypatch):
     """Each line has a name of its own. Columns that are as long as the file would take names times lines."""
-    calls, to_float = [], columns.to_float
-    monkeypatch.setattr(columns, "to_float", lambda value: calls.append(value) or to_float(value))
+    calls, to_float = [], run_files.to_float
+    monkeypatch.setattr(run_files, "to_float", lambda value: calls.append(value) or to_float(value))
     counts = []
     for number in (MOST_OTHERS + 1, 4 * (MOST_OTHERS + 1)):
         run = tmp_path / str(number)
@@ -118,15 +111,10 @@ def test_many_names_cost_as_much_as_many_numbers_and_most_of_them_get_no_chart(t
     assert counts[1] < 5 * counts[0]
 
 
-def write_plain_rows(path: Path, losses: np.ndarray, *, first_step: int = 1) -> None:
-    with path.open("a") as file:
-        for step, loss in enumerate(losses.tolist(), first_step):
-            file.write(f'{{"step": {step}, "loss": {loss}, "total_tokens_accumulated": {10 * step}}}\n')
-
-
 def test_a_file_is_read_in_portions(tmp_path):
     reader = MetricsReader(tmp_path / METRICS, ("loss",))
-    write_plain_rows(reader.path, np.arange(100.0))
+    rows = [{"step": i + 1, "loss": float(i), "total_tokens_accumulated": 10 * i + 10} for i in range(100)]
+    write_jsonl(reader.path, rows)
     portions = []
     while not portions or reader.is_behind:
         reader.read(1000)
@@ -471,14 +459,10 @@ def test_the_command_writes_a_page_and_says_where(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["gone", "--output", "x.html"], "error: gone: "), ([".", "--output", "x.html"], "error: .: ")],
-)
-def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(words, message, tmp_path):
-    done = plot(*words, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr and "Traceback" not in done.stderr
+def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(tmp_path):
+    done = plot("gone", ".", "--output", "x.html", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
+    assert "error: gone: " in done.stderr and "\n  .: " in done.stderr
 
 
 def test_ctrl_c_while_a_run_is_read_is_one_message(tmp_path):

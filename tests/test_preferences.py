@@ -154,22 +154,6 @@ def read_values(path: Path) -> np.ndarray:
     return read_hashed(path, what="")[0]["values"].numpy()
 
 
-def write_values(path: Path, values: np.ndarray) -> None:
-    write_hashed(path, {"values": torch.from_numpy(values)}, read_hashed(path, what="")[1])
-
-
-def test_what_an_earlier_run_did_not_score_is_scored(models, world, tmp_path):
-    options = make_options(tmp_path, models, max_steps=1)
-    train_on(1, world, **options)
-    (stored,) = tmp_path.glob("pairs.arrow.reference-*.safetensors")
-    known = read_values(stored)
-    part = known.copy()
-    part[5:] = np.nan  # as a run leaves it that is killed while it scores
-    write_values(stored, part)
-    train_on(1, world, **options | dict(output_dir=str(tmp_path / "again")))
-    np.testing.assert_allclose(read_values(stored), known, rtol=1e-6)
-
-
 def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, monkeypatch):
     """A run that is killed has written some of the parts, in their order; the next one scores the others alike."""
     monkeypatch.setattr("mini_trainer.run.references.PART_SIZE", 10)
@@ -182,7 +166,7 @@ def test_scoring_that_is_continued_gives_the_same_bits(models, world, tmp_path, 
     for num_known in (10, 24, 34):
         for path, values, first in zip(paths, known, (0, len(known[0])), strict=True):
             part = np.where(first + np.arange(len(values))[:, None] < num_known, values, np.nan)
-            write_values(path, part)
+            write_hashed(path, {"values": torch.from_numpy(part)}, read_hashed(path, what="")[1])
         train_on(1, world, **options | dict(output_dir=str(tmp_path / f"after_{num_known}")))
         for path, values in zip(paths, known, strict=True):
             np.testing.assert_array_equal(read_values(path), values)

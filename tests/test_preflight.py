@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked import run_forked
+from forked import run_forked, succeed
 from processes import ENV, ROOT, flags, free_port, torchrun_node
 from refusals import read_refusal
 
@@ -141,8 +141,7 @@ ONE_RANK_A_NODE = dict(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
 @pytest.mark.slow
 def test_two_nodes_of_one_directory_train(inputs, tmp_path):
     words = [*list_words(inputs), "--output-dir", tmp_path / "run"]
-    done = run_forked(2, "train.py", *words, env=ONE_RANK_A_NODE)
-    assert done.returncode == 0, done.stderr
+    done = succeed(2, "train.py", *words, env=ONE_RANK_A_NODE)
     host = socket.gethostname()
     assert f"\n2 nodes: {host} (rank 0), {host} (rank 1)\n" in f"\n{done.stderr}"
     assert not (tmp_path / "run" / MADE).exists() and (tmp_path / "run" / "checkpoints" / "step_2").is_dir()

@@ -65,55 +65,6 @@ def test_the_printed_configuration_of_a_preset_is_taken_back(preset, tmp_path):
     assert again == values | dict(config=(str(config),))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (dict(), "no data"),
-        (dict(input_file="r", input_dataset="n"), "--input-file and --input-dataset "),
-        (dict(data_path="d", columns=("messages=x",)), "--columns: "),
-        (dict(data_path="d", subset="0%"), "--subset 0%: "),
-        (dict(input_file="r", split="train"), "--split "),
-        (dict(data_path="d", block_size=9), "--block-size: "),
-        (dict(mock_data=9, format="messages"), "--format: "),
-        (dict(input_file="r", columns=("messages=a", "text=b")), "different formats"),
-        (
-            dict(input_file="r", columns=("text=b",), format="messages"),
-            "--columns text= has no effect",
-        ),
-        (dict(input_file="r", format="messages", objective="token-classification"), "--format classification"),
-        (dict(mock_data=9, objective="sequence-classification"), "--format classification: --mock-data "),
-        (dict(mock_data=9, objective="preference"), "--format preference: --mock-data "),
-        (dict(input_file="r", format="feedback", objective="preference"), "--objective preference needs "),
-        (dict(input_file="r", format="preference"), "--objective preference or --objective reward"),
-        (dict(data_path="d", preference_loss="ipo"), "--preference-loss: "),
-        (dict(data_path="d", objective="reward", preference_beta=0.2, reward_centering=0.1), "--preference-beta: "),
-        (dict(data_path="d", objective="preference", reward_centering=0.1), "--reward-centering: "),
-        (dict(data_path="d", objective="preference", preference_beta=0.0), "--preference-beta 0.0: "),
-        (dict(data_path="d", objective="preference", preference_gamma=1.0), "--preference-gamma "),
-        (
-            dict(data_path="d", objective="preference", preference_loss="ipo", label_smoothing=0.1),
-            "--label-smoothing ",
-        ),
-        (
-            dict(data_path="d", objective="preference", label_smoothing=0.5),
-            "--label-smoothing 0.5: ",
-        ),
-        (dict(data_path="d", objective="preference", preference_nll_weight=-1.0), "--preference-nll-weight -1.0"),
-        (
-            dict(data_path="d", objective="preference", preference_loss="orpo", reference_model="m"),
-            "--reference-model: ",
-        ),
-        (dict(data_path="d", objective="reward", label_smoothing=0.1), "--label-smoothing: "),
-        (dict(data_path="d", objective="reward", reward_centering=-1.0), "--reward-centering -1.0"),
-        (dict(input_file="r", format="classification"), "--format classification "),
-        (dict(input_file="r", validation_share=0.1, validation_data_path="v"), "--validation-share"),
-    ],
-)
-def test_options_without_data_without_effect_or_against_each_other(given, message):
-    options = group_options(TrainOptions, model_name_or_path="m", output_dir="o", max_steps=1, **given)
-    assert message in "\n".join(find_problems(options))
-
-
 OSFT = ["--osft", "--osft-unfreeze-rank-ratio", "0.5"]
 QLORA = ["--lora", "--base-quantization", "nf4"]
 RANDOM = {"preference": "preference", "kto": "feedback", "reward": "preference"}  # formats of random rows

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import functools
 import hashlib
 import importlib
 import inspect
@@ -19,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-import tyro
+from api_words import NEEDED, parse, parse_defaults
 from breadth import wide
 from processes import ENV, count_steps, is_alive, list_children, wait_until
 from program import list_sources
@@ -61,31 +60,20 @@ from mini_trainer.data.stores.remote import BrokenTransfer
 from mini_trainer.distributed import children
 from mini_trainer.distributed.children import find_last_words
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer, RunError
-from mini_trainer.options import TrainOptions, flatten_options, group_options, iterate_fields
+from mini_trainer.options import TrainOptions, group_options, iterate_fields
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import RefusedRedirect
 from mini_trainer.process_data import process_data as run_process_data
 from mini_trainer.run.checkpointing import NoValidCheckpoint
 from mini_trainer.run.stages import Stopped
-
-NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", process_data=False, max_steps=5)
-CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_output_dir="data")
 from mini_trainer.tools.server_requests import Refused
 from mini_trainer.use.inference.openai_engine import PromptTooLong
 
-
-def parse(options_class: type, words: list[str]) -> dict:
-    """Every option's value, as the script reads it; whether they fit together is not asked."""
-    return flatten_options(tyro.cli(options_class, args=words, config=[tyro.conf.OmitArgPrefixes]))
+CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_output_dir="data")
 
 
 def make_data_words(args: DataProcessArgs) -> list[str]:
     return make_words(ProcessDataOptions, make_data_values(args))
-
-
-@functools.cache
-def parse_defaults() -> dict:
-    return parse(TrainOptions, make_train_words(TrainingArgs(**NEEDED)))
 
 
 def make_value(option_type):
@@ -348,18 +336,12 @@ def test_errors_return_from_the_processes_of_a_pool():
         assert pool.submit(abs, -1).result() == 1  # the pool continues
 
 
-def make_errors() -> list[BaseException]:
-    """One of each exception class that the program defines."""
+def test_every_exception_is_pickled_with_all_that_it_says():
     errors: list[BaseException] = [make_error(code, f"code {code}") for code in (*ExitCode, 77)]
     errors += [TrainingError("m", code=1), RunError(ExitCode.IO, "m"), RanksDiffer("m"), NoValidCheckpoint("m")]
     errors += [UnknownPrompt("m", "p"), PromptTooLong("m", "r"), Refused(400, "m", "c")]
     errors += [WorkerDied(9), Stopped(), Stopped("m"), RefusedRedirect("m")]
-    of_rows = (JoinedElsewhere, BrokenTransfer, RefusedColumn, UnreadableContent)
-    return errors + [kind("m") for kind in of_rows]
-
-
-def test_every_exception_is_pickled_with_all_that_it_says():
-    errors = make_errors()
+    errors += [kind("m") for kind in (JoinedElsewhere, BrokenTransfer, RefusedColumn, UnreadableContent)]
     defined = {
         node.name
         for source in list_sources().values()

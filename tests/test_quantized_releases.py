@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedJob, run_forked
+from forked import ForkedJob, run_forked, succeed
 from in_process import train_forked, train_here
 from processes import Job, flags
 from quantizing import (
@@ -24,7 +24,7 @@ from quantizing import (
 from safetensors.torch import load_file, save_file
 from small_runs import NUM_SAMPLES, OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
-from tiny_models import VOCAB_SIZE, load_source, save_tokenizer
+from tiny_models import VOCAB_SIZE, change_json, load_source, save_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from mini_trainer.model.weights import read_weights
@@ -170,8 +170,7 @@ def test_a_plan_knows_the_sizes_of_what_is_read(tmp_path):
     for source in make_inputs("mxfp4", tmp_path):
         run = dict(output_dir=tmp_path / "run", max_steps=STEPS, activation_checkpointing="none")
         options = OPTIONS | source | run | dict(dry_run=True, plan_for="2")
-        result = run_forked(0, "train.py", *flags(**options))
-        assert result.returncode == 0, result.stderr
+        result = succeed(0, "train.py", *flags(**options))
         plans.append(re.findall(r"(?:weights that|model:|export of)[^;]*", result.stdout))
     assert plans[0] == plans[1] and plans[0]
 
@@ -186,10 +185,6 @@ def replace(key: str, tensor: torch.Tensor):
 
 def configure(**settings: object):
     return lambda weights, config: config.update({"quantization_config": config["quantization_config"] | settings})
-
-
-def store_as(form: str):
-    return lambda weights, config: config["quantization_config"]["config_groups"]["group_0"].update(format=form)
 
 
 EXPERTS, MLP = "model.layers.0.mlp.experts.down_proj", "model.layers.0.mlp.down_proj"
@@ -217,7 +212,9 @@ HOSTILE = [
     ("compressed int4", drop(f"{MLP}.weight_packed"), f"{MLP}.weight_packed is missing"),
     ("compressed int4", replace(f"{MLP}.weight_scale", torch.ones(64, 2)), "[64, 2], not [64, 3]"),
     ("compressed int4", replace(f"{MLP}.weight_g_idx", torch.zeros(96, dtype=torch.int32)), f"{MLP}.weight_g_idx: "),
-    ("compressed int4", store_as("marlin-24"), "format marlin-24 "),
+    ("compressed int4",
+     lambda weights, config: config["quantization_config"]["config_groups"]["group_0"].update(format="marlin-24"),
+     "format marlin-24 "),
     ("compressed int4", configure(transform_config={"config_groups": {"u": {}}}), "rotated (transform_config)"),
     ("compressed int4", configure(config_groups={"group_0": {"weights": 3}}), "config_groups.group_0."),
     ("compressed fp8", drop(f"{MLP}.weight_scale"), "stored as F8_E4M3"),
@@ -264,8 +261,6 @@ def test_bitsandbytes_transposed_weights_are_refused(tmp_path):
 def test_kinds_that_are_not_dequantized_here_are_refused_with_what_to_use(kind, advice, tmp_path):
     path = tmp_path / "model-FP8"
     save_fp8(path)
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": kind}
-    (path / "config.json").write_text(json.dumps(config))
+    change_json(path / "config.json", quantization_config={"quant_method": kind})
     with pytest.raises(ValueError, match=f"quantized by '{kind}'.*bf16 release.*{advice}"):
         load_source(path)

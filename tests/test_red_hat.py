@@ -1,7 +1,6 @@
 """Fields and modules of Red Hat's mini_trainer, for training_hub and its callers (docs/reference/training_hub.md)."""
 
 import dataclasses
-import functools
 import json
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import tyro
+from api_words import NEEDED, parse, parse_defaults
 from processes import ENV, ROOT
 from tiny_data import make_samples, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -29,22 +28,11 @@ from mini_trainer.api.commands import (
 from mini_trainer.api.errors import BadInputError
 from mini_trainer.api.tokenized import derive_data, names_tokenized
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import TrainOptions, flatten_options
+from mini_trainer.options import TrainOptions
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.run.validation import Progress
 
-NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", process_data=False, max_steps=5)
 DOCUMENTS = [[1, 2, 3, 4, 9], [5, 6, 9], [7, 8, 1, 2, 3, 9], [4, 9]]  # each ends with 9
-
-
-def parse(options_class: type, words: list[str]) -> dict:
-    """Every option's value, as the script reads it; whether they fit together is not asked."""
-    return flatten_options(tyro.cli(options_class, args=words, config=[tyro.conf.OmitArgPrefixes]))
-
-
-@functools.cache
-def parse_defaults() -> dict:
-    return parse(TrainOptions, make_train_words(TrainingArgs(**NEEDED)))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Smoothed targets, transformers' own however the batch is divided, and dropout."""
 
-import json
 from itertools import combinations
 
 import pytest
@@ -9,7 +8,7 @@ from hand_made import read_triple
 from in_process import train_here, train_on
 from plain_loop import train_plainly
 from small_runs import OPTIONS, read_rows
-from tiny_data import write_samples
+from tiny_data import read_lines, write_samples
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.trainer_pt_utils import LabelSmoother
@@ -77,16 +76,12 @@ def test_dropout_is_other_dropout_in_every_step_on_every_rank_and_of_every_seed(
 def test_validations_have_no_smoothed_targets(inputs, world, tmp_path):
     """And what trains has them, here adapters and embeddings that train beside them."""
     changes = dict(lora=True, lora_modules_to_save=("embed_tokens",))
-    found = {}
-    for name, given in {
-        "plain": {},
-        "regularized": REGULARIZED,
-        "small": REGULARIZED | dict(max_tokens_per_gpu=41),
-    }.items():
+    found, small = {}, REGULARIZED | dict(max_tokens_per_gpu=41)
+    for name, given in {"plain": {}, "regularized": REGULARIZED, "small": small}.items():
         run = inputs | RUN | dict(max_steps=1, validation_data_path=(inputs["data_path"],), export_best=False)
         train_here(world, **run | changes | given, output_dir=str(tmp_path / name))
-        lines = (tmp_path / name / "validation_metrics_0.jsonl").read_text().splitlines()
-        found[name] = (read_rows(tmp_path / name)[0]["loss"], json.loads(lines[0])["loss"])
+        validations = read_lines(tmp_path / name / "validation_metrics_0.jsonl")
+        found[name] = (read_rows(tmp_path / name)[0]["loss"], validations[0]["loss"])
     assert found["regularized"][1] == pytest.approx(found["plain"][1], rel=1e-6)
     assert found["regularized"][0] != pytest.approx(found["plain"][0], rel=1e-3)
     assert found["small"] == pytest.approx(found["regularized"], rel=1e-6)

@@ -295,23 +295,16 @@ def test_a_signal_ends_the_run_after_the_step(number, code, ranks):
     check_outcome(group, code, 0, f"{number.name}")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_second_signal_ends_a_rank_that_cannot_finish_its_step(num_ranks, ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "first"),
+    [(1, [signal.SIGTERM]), (2, [signal.SIGTERM]), (1, [signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM])],
+)
+def test_a_second_signal_ends_a_rank_that_cannot_finish_its_step(num_ranks, first, ranks):
+    """Repeated warnings of the scheduler do not, nor does the first signal after them."""
     group = ranks(num_ranks).wait()
     group.order(0, "stand_still")
     time.sleep(0.2)
-    group.send(0, signal.SIGTERM)
-    time.sleep(2.2)
-    assert group.are_alive()
-    group.send(0, signal.SIGTERM)
-    group.wait_until_gone()
-    check_outcome(group, ExitCode.INTERRUPTED, 0, "second signal")
-
-
-def test_a_repeated_warning_of_the_scheduler_does_not_end_a_rank_nor_does_the_first_signal_after_it(ranks):
-    group = ranks(1).wait()
-    group.order(0, "stand_still")
-    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+    for number in first:
         group.send(0, number)
         time.sleep(2.2)
         assert group.are_alive()

@@ -315,13 +315,10 @@ def test_no_other_model_than_the_served_one_reaches_the_server(served):
     assert {request["model"] for request in behind.requests} == {"/runs/chats"}
 
 
-def count_prompt(served: Served) -> int:
-    return len(served.tokenizer.apply_chat_template(ASKED["messages"], add_generation_prompt=True).input_ids)
-
-
 @pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
 def test_a_prompt_and_its_answer_have_to_fit_into_the_context(limit, served):
-    num_tokens, behind = count_prompt(served), Behind()
+    prompt, behind = served.tokenizer.apply_chat_template(ASKED["messages"], add_generation_prompt=True), Behind()
+    num_tokens = len(prompt.input_ids)
     status, reason, code = post(served, ASKED | {limit: 201 - num_tokens}, behind=behind).error
     assert (status, code) == (400, "context_length_exceeded")
     assert (

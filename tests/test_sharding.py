@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from forked import run_forked
+from forked import succeed
 from hand_made import pack_samples
 from processes import ROOT
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, save_model
@@ -96,8 +96,7 @@ def test_weights_that_stay_gathered_change_no_number_and_save_gathers(tmp_path):
     policies = [dict(reshard_after_forward=f, reshard_after_backward=b) for f, b in expected]
     cases = [*policies, *(o | dict(reshard_after_backward=b) for o in others for b in ("always", "never"))]
     worker, output = ROOT / "tests" / "workers" / "resharding.py", tmp_path / "results"
-    found = run_forked(2, worker, path, num_micro_batches, output, *map(json.dumps, cases))
-    assert found.returncode == 0, found.stderr
+    succeed(2, worker, path, num_micro_batches, output, *map(json.dumps, cases))
     results = torch.load(output)
     num_gathered = [[step.pop("gathered") for step in result["steps"]] for result in results]
     assert num_gathered[: len(expected)] == [[num, num, num] for num in expected.values()]

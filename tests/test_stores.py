@@ -18,7 +18,6 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, Offl
 from in_process import train_forked
 from range_server import RangeServer
 from s3_server import SECRET, read_bucket, serve_bucket
-from tiny_models import FAMILIES, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.stores import remote
@@ -38,12 +37,7 @@ from mini_trainer.run.raw_rows import make_data_local
 from mini_trainer.run.uploads import BEST, REGULAR, WRITTEN_LAST, Hub, Store, Uploads
 from mini_trainer.train import train
 
-ROWS = [chat(i) for i in range(40)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return save_tokenizer(save_model(FAMILIES["llama_tied_bias"], tmp_path_factory.mktemp("model")))
+MODEL, ROWS = "llama_tied_bias", [chat(i) for i in range(40)]
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +98,6 @@ def spoil_puts(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[str, str], Any]
 
     monkeypatch.setattr(files, "put_file", put)
     return names
-
-
-def test_outputs_are_local():
-    for url in ("s3://me:hunter2@b/t.arrow", "https://host/t.arrow"):
-        given = group_options(ProcessDataOptions, input_file="i.jsonl", model_name_or_path="m", output_file=url)
-        (problem,) = find_problems(given)
-        assert re.fullmatch("--output-file .*: must be a local path: .*copy it with .*", problem)
-        assert "hunter2" not in problem
 
 
 # --- Copies of data sets
@@ -369,9 +355,6 @@ def test_a_store_that_refuses_is_told_once_and_how_to_upload_later(bucket, expor
     command = f"aws s3 sync {export} s3://nowhere/x/samples_8"
     told = "warning: exports that were not uploaded to s3://nowhere/x: 1. To upload them:"
     assert last.splitlines() == [told, f"  {command}"]
-    heading, command = last.splitlines()
-    assert heading.startswith("warning: exports that were not uploaded ") and "s3://nowhere/x" in heading
-    assert command == f"  aws s3 sync {export} s3://nowhere/x/samples_8"
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -433,25 +416,3 @@ def test_commands_that_upload():
     hub = Hub(HubOptions(push_to_hub="me/m"))
     assert hub.describe_command(here, REGULAR) == "hf upload me/m 'runs/a b' ."
     assert hub.describe_command(here, BEST) == "hf upload me/m 'runs/a b' . --revision best"
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (dict(upload_to="runs/x"), "--upload-to runs/x: "),
-        (dict(upload_to="hf://me/x"), "--push-to-hub"),
-        (dict(upload_to="https://host/x"), "--upload-to https://host/x: web servers"),
-        (dict(upload_to="s3://"), "--upload-to s3://: "),
-        (dict(upload_to="s3://k:hunter2@b/x"), "password"),
-        (dict(upload_to="gs://b/x"), "pip install gcsfs"),
-        (dict(output_dir="s3://b/x"), "--output-dir s3://b/x: "),
-        (dict(data_cache_dir="s3://b/x"), "--data-cache-dir s3://b/x: "),
-        (dict(data_path="ftp://b/t.arrow"), "--data-path ftp://b/t.arrow: "),
-        (dict(validation_data_path="s3://k:hunter2@b/t.arrow"), "--validation-data-path s3://***@b/t.arrow: has "),
-    ],
-)
-def test_options_that_are_refused(options, reason, monkeypatch):
-    monkeypatch.setattr("mini_trainer.options.problems.finding.is_installed", lambda module: module != "gcsfs")
-    given = dict(model_name_or_path="m", output_dir="o", max_epochs=1, data_path="d.arrow") | options
-    problems = find_problems(group_options(TrainOptions, **given))
-    assert len(problems) == 1 and reason in problems[0] and "hunter2" not in problems[0]

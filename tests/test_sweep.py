@@ -1,7 +1,6 @@
 """Sweeps: the same trials, results and winner whatever is killed, failures, devices, and the commands of trials."""
 
 import itertools
-import json
 import os
 import re
 import shlex
@@ -16,8 +15,10 @@ import pytest
 import yaml
 from heavy import need
 from processes import run as run_command
+from run_directories import read_page
 from small_runs import read_rows
 from sweep_runs import ForkedPool, Killed, KilledPool, make_settings, read_results, run, write_settings
+from tiny_data import read_lines
 
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.options import TrainOptions, group_options
@@ -43,7 +44,7 @@ def read_losses(root: Path) -> dict[str, list]:
     """Metrics and validations of every trial, without times."""
     found = {}
     for path in sorted(root.glob("trial_*/run")):
-        lines = [json.loads(line) for line in (path / "validation_metrics_0.jsonl").read_text().splitlines()]
+        lines = read_lines(path / "validation_metrics_0.jsonl")
         found[path.parent.name] = [read_rows(path), [line | {"seconds": None} for line in lines]]
     return found
 
@@ -165,18 +166,12 @@ def test_a_trial_that_fails_is_reported_and_the_others_go_on(given, tmp_path, ca
     assert "bad_input (2): " in bad["facts"]["error"] and "--max-tokens-per-gpu" in bad["facts"]["error"]
     said = capsys.readouterr().out
     assert "best: trial_1" in said and f"all output: {root}/trial_0/train.log" in said
-    check_page(root)
+    shown = read_page((root / "curves.html").read_text())["runs"]  # without what has failed
+    assert [(one["name"], one["is_best"]) for one in shown] == [("trial_1, best", True)]
     before = {path: path.stat().st_mtime_ns for path in root.rglob("train.log")}
     run(given, tmp_path)  # all is done: nothing is started again
     assert {path: path.stat().st_mtime_ns for path in root.rglob("train.log")} == before
     check_changes(given, root, tmp_path)
-
-
-def check_page(root: Path) -> None:
-    """The page of curves marks the best trial, and leaves out what has failed."""
-    page = (root / "curves.html").read_text()
-    shown = json.loads(re.search(r"<script id=data [^>]*>(.*?)</script>", page, flags=re.DOTALL)[1])
-    assert [(one["name"], one["is_best"]) for one in shown["runs"]] == [("trial_1, best", True)]
 
 
 def check_changes(given: dict, root: Path, folder: Path) -> None:

@@ -27,7 +27,6 @@ from mini_trainer.objectives.soft_targets import Top, make_record_type
 from mini_trainer.objectives.teachers import Terms, measure_taught_chunk
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
-from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.run.identity import find_changes
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.run_model import build_run_model
@@ -50,10 +49,6 @@ def make_chunk(*, top_k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return logits, target, teacher, Top(top.indices, torch.cat([top.values, tail], 1).log(), q.gather(1, target).log())
 
 
-def sum_buckets(p: torch.Tensor, ids: list[int], rest: list[int]) -> torch.Tensor:
-    return torch.stack([*p[ids], *([p[rest].sum()] if rest else [])])
-
-
 def diverge_plainly(name: str, logits: torch.Tensor, target: torch.Tensor, teacher: torch.Tensor, top: Top | None):
     """The sum over rows, row by row, by the definitions; `top` None: over the whole vocabulary."""
     total = 0.0
@@ -65,7 +60,7 @@ def diverge_plainly(name: str, logits: torch.Tensor, target: torch.Tensor, teach
         if name == "masked-kl":
             ids = [i for i in ids if i != y]
         rest = [i for i in range(V) if i not in ids and not (name == "masked-kl" and i == y)]
-        p, q = (sum_buckets(v, ids, rest) for v in (p, q))
+        p, q = (torch.stack([*v[ids], *([v[rest].sum()] if rest else [])]) for v in (p, q))
         p, q = p / p.sum(), q / q.sum()
         m = (p + q) / 2
         match name:
@@ -439,20 +434,6 @@ def test_one_weight_for_all_data_sets_is_that_weight_for_each(models, world, tmp
     np.testing.assert_array_equal(read_numbers(tmp_path / "one"), read_numbers(tmp_path / "each"))
 
 
-@pytest.mark.parametrize(
-    ("data_path", "weights", "problem"),
-    [
-        (("a", "b"), (0.5, 0.1, 0.2), "--teacher-weight: 3 numbers"),
-        (("a",), (0.5, 0.1), "--teacher-weight: 2 numbers"),
-        (("a", "b"), (0.5, 1.5), "--teacher-weight 0.5 1.5: "),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(data_path, weights, problem):
-    values = dict(model_name_or_path="m", output_dir="o", max_steps=1, data_path=data_path, teacher_weight=weights)
-    (found,) = find_problems(group_options(TrainOptions, **values))
-    assert found.startswith(problem)
-
-
 def test_a_checkpoint_of_an_older_version_had_one_weight_or_none():
     """Before weights of data sets, an identity held a number or null."""
     assert find_changes({"teacher-weight": 0.5}, {"teacher-weight": [0.5]}) == {}
@@ -521,12 +502,6 @@ def test_the_start_as_a_teacher_is_a_second_copy_of_it(method, models, world, tm
         cache = dict(osft_cache_dir=str(tmp_path / "cache")) if "osft" in method else {}
         train_on(1, world, **make_options(tmp_path / root, models, teacher_model=teacher, **method, **cache))
     np.testing.assert_allclose(read_numbers(tmp_path / "self"), read_numbers(tmp_path / "copy"), rtol=2e-5, atol=1e-6)
-
-
-def test_a_model_that_is_its_own_teacher_learns_nothing(models, world, tmp_path):
-    write_data(tmp_path / "data.arrow", models[0])
-    train_on(1, world, **make_options(tmp_path, models, teacher_model="self", teacher_weight=1.0))
-    assert not read_numbers(tmp_path)[:, :2].any()
 
 
 def test_without_weight_the_run_is_the_one_without_a_teacher(models, world, tmp_path):
@@ -616,17 +591,6 @@ def test_the_teacher_may_read_other_prompts(models, world, tmp_path):
     write_data(seen, models[0], seed=1)
     with pytest.raises(RunError, match=r"seen\.arrow: row 1: .*tokens"):
         score_here(world, models[1], path, teacher_data=(str(seen),), name="other")
-
-
-@pytest.mark.long
-def test_a_plan_counts_a_teacher_that_reads_each_row(models, elsewhere, tmp_path):
-    write_data(tmp_path / "data.arrow", models[0])
-    plain, taught = (
-        elsewhere(print_plan, make_options(tmp_path, models, dry_run=True, **own))
-        for own in (dict(teacher_weight=()), dict(teacher_model=str(models[1])))
-    )
-    assert (plain[0], taught[0]) == (ExitCode.DONE, ExitCode.DONE)
-    assert "teacher: " in taught[1] and "teacher:" not in plain[1]
 
 
 NUM_SAMPLES, CAP = 24, 160
@@ -762,20 +726,6 @@ def test_rows_of_its_own_that_do_not_fit_are_refused_by_name(models, world, tmp_
         train_on(1, world, **make_pair_options(tmp_path, models, max_tokens_per_gpu=64))
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (dict(teacher_model=None, teacher_divergence="forward-kl"), "--teacher-data needs --teacher-model"),
-        (dict(teacher_data=("a", "b")), "--teacher-data: 2 for 1 "),
-        (dict(context_parallel=2), "--teacher-data cannot be used with --context-parallel"),
-        (dict(teacher_weight=(), teacher_divergence="forward-kl"), "--teacher-model, --teacher-data: "),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(changes, problem, models, tmp_path):
-    (found,) = find_problems(group_options(TrainOptions, **make_pair_options(tmp_path, models, **changes)))
-    assert found.startswith(problem)
-
-
 @pytest.mark.long
 def test_a_plan_counts_what_a_teacher_reads(models, elsewhere, tmp_path):
     write_pair(tmp_path, models)
@@ -783,4 +733,4 @@ def test_a_plan_counts_what_a_teacher_reads(models, elsewhere, tmp_path):
     code, text = elsewhere(print_plan, options)
     rows = draw_samples(Mixture([TokenizedData(tmp_path / "data.arrow")]), seed=42, start=0, count=BATCH_SIZE)
     seen = int(TokenizedData(tmp_path / "seen.arrow").lengths[rows].sum())
-    assert code == ExitCode.DONE and f"teacher reads {seen:,} " in text, text
+    assert code == ExitCode.DONE and f"teacher reads {seen:,} " in text and "teacher: " in text, text

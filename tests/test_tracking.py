@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from heavy import need
 from in_process import train_here
-from small_runs import OPTIONS, forget_since, make_inputs
+from small_runs import OPTIONS, TIMES, forget_since, make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
@@ -73,14 +73,10 @@ def tracked(world, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(root=root, run=run, ids=ids, expected=expected, options=options)
 
 
-def is_timing(name: str) -> bool:
-    """Whether a number is another one when its step is taken again."""
-    return name.rpartition("/")[2] in ("time_per_batch", "data_wait_seconds", "tokens_per_second", "seconds",
-                                       "samples_per_second", "peak_memory_usage_GB")  # fmt: skip
-
-
 def drop_timings(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-    return {step: {name: value for name, value in row.items() if not is_timing(name)} for step, row in steps.items()}
+    """Without numbers that are others when their step is taken again."""
+    return {step: {name: value for name, value in row.items() if name.rpartition("/")[2] not in (*TIMES, "seconds")}
+            for step, row in steps.items()}  # fmt: skip
 
 
 def check_has_every_step_once(points: list[tuple[str, int, float]], expected: dict[int, dict[str, float]]) -> None:
@@ -333,23 +329,13 @@ def test_a_run_with_a_tracker_that_hangs_ends_as_it_would_without(world, tracked
 # --- Options ------------------------------------------------------------------------------------------------
 
 
-def find_tracking_problems(**options: object) -> list[str]:
-    required = dict(model_name_or_path="m", data_path="d", output_dir="o", max_steps=1)
-    return find_problems(group_options(TrainOptions, **required, **options))
-
-
-def test_options_without_effect_are_refused():
-    need_trackers()
-    assert find_tracking_problems(track=TRACKERS) == []
-    assert find_tracking_problems(track=("wandb", "wandb")) == ["--track wandb: given twice"]
-
-
 def test_a_package_that_is_not_installed_is_named_with_what_to_install(monkeypatch, tmp_path):
     need("tensorboard")
     (tmp_path / "no_package").mkdir()  # as wandb leaves its directory wandb/ where it is run
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(finding.TRACKER_PACKAGES, "wandb", ("no_package",))
-    (problem,) = find_tracking_problems(track=("tensorboard", "wandb"))
+    required = dict(model_name_or_path="m", data_path="d", output_dir="o", max_steps=1)
+    (problem,) = find_problems(group_options(TrainOptions, **required, track=("tensorboard", "wandb")))
     assert problem.startswith("--track wandb ") and problem.endswith(" pip install no_package")
 
 

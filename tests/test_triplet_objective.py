@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from forked import run_forked
+from forked import succeed
 from in_process import train_on
 from processes import flags
 from small_runs import check_step, read_rows
@@ -324,9 +324,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(whole, model_dir, wor
 
 def run_registered(num_ranks: int, **options: object) -> str:
     """train.py in processes of its own, where the objective is one of those to choose from; what it prints."""
-    result = run_forked(num_ranks, "tests/workers/registered.py", __name__, "train.py", *flags(**options))
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return succeed(num_ranks, "tests/workers/registered.py", __name__, "train.py", *flags(**options)).stdout
 
 
 @pytest.mark.slow

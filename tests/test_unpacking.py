@@ -17,10 +17,6 @@ from mini_trainer.process_data import process_data
 MODEL = "tokenizer"
 
 
-def repeat(text: str, count: int) -> pa.DictionaryArray:
-    return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([text]))
-
-
 def in_one_list(values: pa.Array) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
 
@@ -35,7 +31,8 @@ def write(path: Path, column: pa.Array, **options: object) -> Path:
 
 
 def test_a_row_that_is_too_long_is_named_alone(tmp_path):
-    rows = read_file(write(tmp_path / "rows.parquet", in_one_list(repeat("c" * (1 << 20), 1000))))
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["c" * (1 << 20)]))
+    rows = read_file(write(tmp_path / "rows.parquet", in_one_list(values)))
     assert isinstance(rows[0].value, TooLong) and rows[0].value.num_bytes > 1000 << 20 and rows[0].number == 1
     parts = [pa.array([["a"]]), in_one_list(pa.array(["d" * (MAX_ROW_BYTES + 1)])), pa.array([["b"]])]
     rows = read_file(write(tmp_path / "several.parquet", pa.concat_arrays(parts)))

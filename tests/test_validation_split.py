@@ -26,10 +26,6 @@ from mini_trainer.data.rows.formats import read_example
 from mini_trainer.data.rows.split import HASH_BYTES, falls_into_validation, hash_example
 from mini_trainer.data.tokenized.outputs import Outputs
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import group_options
-from mini_trainer.options.command_line import parse_options
-from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.tools import ProcessDataOptions
 
 SHARE = 0.3
 TEXTS = st.text(min_size=1).filter(lambda text: text.strip() and not any("\ud800" <= c <= "\udfff" for c in text))
@@ -311,20 +307,6 @@ def test_inputs_are_not_overwritten(models, tmp_path):
     with pytest.raises(ValueError, match=r"output \S*out\.validation\.jsonl .*input; "):
         split(models[0], source, tmp_path / "out.jsonl")
     assert files_in(tmp_path) == before
-
-
-@pytest.mark.parametrize("share", [0, 1, -0.1, 1.5, math.nan, math.inf])
-def test_shares_out_of_range(share):
-    options = group_options(ProcessDataOptions, input_file=("a.jsonl",), output_file="o.arrow", model_name_or_path="m",
-                                 validation_share=share)  # fmt: skip
-    (problem,) = find_problems(options)
-    assert problem.startswith(f"--validation-share {share}: ")
-
-
-def test_the_option_on_the_command_line():
-    flags = ["--input-file", "a", "--output-file", "o.arrow", "--model-name-or-path", "m"]
-    assert parse_options(ProcessDataOptions, [*flags, "--validation-share", "0.02"]).rows.validation_share == 0.02
-    assert parse_options(ProcessDataOptions, flags).rows.validation_share is None
 
 
 @pytest.mark.parametrize(

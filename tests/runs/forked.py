@@ -51,6 +51,13 @@ def run_forked(
     return subprocess.CompletedProcess(words, code, stdout, stderr)
 
 
+def succeed(num_ranks: int, *argv: object, **options: object) -> subprocess.CompletedProcess:
+    """What `run_forked` returns; AssertionError if the exit code is not 0."""
+    done = run_forked(num_ranks, *argv, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 class ForkedRanks:
     """A script's processes, as many as there are ranks; 0 ranks are one process without torchrun's environment.
 

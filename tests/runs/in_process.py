@@ -5,7 +5,7 @@ import io
 import os
 from pathlib import Path
 
-from forked import run_forked
+from forked import succeed
 from processes import flags
 
 from mini_trainer.distributed.ending import ExitCode
@@ -27,9 +27,7 @@ def train_on(num_ranks: int, world: World, **options: object) -> None:
 
 def train_forked(num_ranks: int, **options: object) -> str:
     """Trains on this many ranks in processes of their own (0: one, without torchrun's environment); the console."""
-    result = run_forked(num_ranks, "train.py", *flags(**options))
-    assert result.returncode == 0, result.stderr
-    return result.stderr
+    return succeed(num_ranks, "train.py", *flags(**options)).stderr
 
 
 def train_here(world: World, **options: object) -> str:

@@ -1,5 +1,6 @@
 """Runs of LoRA, and the same by a plain loop of transformers and peft."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model, save_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3MoeConfig
 
+from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.world import World
@@ -70,6 +72,19 @@ def adapter_of(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
+def add_tokens(root: Path, model: Path | str, count: int) -> dict[str, str]:
+    """A data set whose tokenizer has `count` tokens more than the model has embeddings, as options."""
+    root.mkdir()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    num_added = VOCAB_SIZE + count - len(tokenizer)
+    tokenizer.add_tokens([f"<|added_{i}|>" for i in range(num_added)], special_tokens=True)
+    tokenizer.save_pretrained(root / "data.arrow.tokenizer")
+    data = write_samples(root / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=len(tokenizer)))
+    made_by = dict(tokenizer_fingerprint=fingerprint_tokenizer(tokenizer), max_token_id=len(tokenizer) - 1)
+    (root / "data.arrow.meta.json").write_text(json.dumps(made_by | dict(tokenizer_dir="data.arrow.tokenizer")))
+    return dict(model_name_or_path=str(model), data_path=str(data))
+
+
 def logits_of(model: torch.nn.Module) -> torch.Tensor:
     ids = torch.randint(3, VOCAB_SIZE, (2, 20), generator=torch.Generator().manual_seed(0))
     return model.eval()(input_ids=ids, use_cache=False).logits

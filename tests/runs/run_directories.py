@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,8 @@ def write_run(
     params["finished"] = "2026-11-20T12:00:00+0000" if finished else None
     (path / "training_params.json").write_text(json.dumps(params))
     return path
+
+
+def read_page(page: str) -> dict[str, Any]:
+    """What the script of a page draws."""
+    return json.loads(re.search(r"<script id=data type=application/json>(.*?)</script>", page, flags=re.DOTALL)[1])

@@ -61,10 +61,10 @@ def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_rows(output_dir: Path) -> list[dict]:
-    """The metrics of all steps, which must be there once each, without those that differ from run to run."""
+def read_rows(output_dir: Path, first: int = 1) -> list[dict]:
+    """The metrics of all steps from the `first` on, which must be there once each, but for what differs by run."""
     rows = read_lines(output_dir / "training_metrics_0.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert [row["step"] for row in rows] == list(range(first, first + len(rows)))
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
