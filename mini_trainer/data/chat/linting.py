@@ -20,7 +20,7 @@ from mini_trainer.data.chat.conversation import (
     list_parts,
 )
 from mini_trainer.data.chat.reasoning import ANY_TAG, OPENINGS, split_reasoning
-from mini_trainer.data.chat.rendering import EXCHANGE, try_template
+from mini_trainer.data.chat.rendering import EXCHANGE, prepare_contents, try_template
 
 LEFT_OUT, CUT, TAGS = "left-out", "cut-reasoning", "reasoning-tags"
 UNKNOWN_TOOLS, NO_TOOLS, RESULTS_FIRST = "unknown-tools", "no-tools", "results-first"
@@ -60,7 +60,8 @@ class Linter:
         if self.tokenizer.chat_template is None:
             return set()
         question, answer = (message["content"] for message in EXCHANGE)
-        before, _, rest = (try_template(self.tokenizer, EXCHANGE) or "").partition(question)
+        text = try_template(self.tokenizer, prepare_contents(self.tokenizer, EXCHANGE)) or ""
+        before, _, rest = text.partition(question)
         headers = [*before.rstrip().splitlines()[-1:], *rest.partition(answer)[0].splitlines()]
         return {line.strip() for line in headers if len(line.strip()) >= MIN_MARKER and not line.strip().isalnum()}
 
