@@ -237,7 +237,7 @@ def test_the_first_error_surfaces_and_the_pool_can_go_on(pool, small_blocks, tmp
         write_tensors(tmp_path / "second", {"a": torch.zeros(200)}, pool)
 
 
-def test_an_interrupted_caller_leaves_no_file_behind(pool, tmp_path):
+def test_a_caller_that_fails_leaves_the_pool_usable(pool, tmp_path):
     tensors = {"a": torch.zeros(200), "b": "no tensor"}
     with pytest.raises(AttributeError):
         write_tensors(tmp_path / "first", tensors, pool)

@@ -45,8 +45,8 @@ def prepare(to: conversion.Conversion) -> None:
         to.note("model_config", "--router-aux-loss with a coefficient turns the experts' balancing loss on")
     for key in ("tokens", "special_tokens"):  # by role
         if isinstance(given.get(key), dict):
-            more = given.pop(key).get("additional_special_tokens") or []
-            given["tokens"] = [*given.get("tokens", []), *more]
+            more, own = given.pop(key).get("additional_special_tokens") or [], given.get("tokens") or []
+            given["tokens"] = [*([own] if isinstance(own, str) else own), *more]
             to.note(key, "the tokenizer's own are kept; nothing is padded")
     for key, losses in OF_RL.items():
         if key in given and given.get("rl") not in losses:
