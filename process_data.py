@@ -77,7 +77,9 @@ def process_data(options: ProcessDataOptions) -> None:
     directory = parts.name_directory(outputs.data)
     index, count = (1, 1) if options.shard is None else parse_shard(options.shard)
     divided = parts.divide(sources, index, count) if count > 1 else sources
-    prepared = preparing.prepare(options, sources, parts.find_date(directory) or date.today().isoformat())
+    all_parts = parts.find_count(directory) if options.join and parts.find_parts(directory) else count
+    begun = parts.find_date(directory, all_parts, sources) if all_parts > 1 else None
+    prepared = preparing.prepare(options, sources, begun or date.today().isoformat())
     part = parts.Part(directory, index, count)
     if count > 1 and part.content is None and identify_file(outputs.data) != before:  # joined parts are removed
         return say(f"part {part}: another process has joined all parts to {outputs.data}")
@@ -218,7 +220,7 @@ def are_joined(outputs: Outputs, prepared: preparing.Prepared, options: ProcessD
     if not all(path is None or path.exists() for path in files) or parts.find_parts(parts.name_directory(outputs.data)):
         return False
     made_with = describe_dependencies(prepared, options)
-    return all(sidecar.is_made_of(one.sidecar, prepared.sources, made_with) for one in outputs.data_sets)
+    return all(sidecar.is_made_of(one.data, one.sidecar, prepared.sources, made_with) for one in outputs.data_sets)
 
 
 def join_parts(outputs: Outputs, count: int, prepared: preparing.Prepared, options: ProcessDataOptions) -> None:

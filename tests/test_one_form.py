@@ -1,27 +1,34 @@
 """Rows that say the same in other forms, doubtful rows, and what a data set depends on beside its rows."""
 
+import contextlib
+import copy
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from data_runs import tokenize_rows
+from hypothesis import given
+from hypothesis import strategies as st
 from stock_templates import TEMPLATES, make_tokenizer
-from trait_templates import PROMPTED_REASONING
 from tiny_data import write_jsonl
 from tiny_models import SHAPE, save_model
+from trait_templates import PROMPTED_REASONING
 from transformers import LlamaConfig
 
 from mini_trainer.data.chat import linting
-from mini_trainer.data.chat.conversation import NORMALIZED, Remark, TokenizedChat
+from mini_trainer.data.chat.conversation import NORMALIZED, Chat, Remark, TokenizedChat
 from mini_trainer.data.chat.linting import DOUBTS
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import set_date
 from mini_trainer.data.rows import files, preparing
 from mini_trainer.data.rows.column_names import find_meaning
+from mini_trainer.data.rows.files import Chunk
 from mini_trainer.data.rows.formats import find_format, read_example
+from mini_trainer.data.rows.preference_rows import read_feedback, read_preference
 from mini_trainer.data.rows.prompts import encode_prompt, read_prompt
-from mini_trainer.options import doors
+from mini_trainer.data.rows.split import list_said
+from mini_trainer.options import RowOptions, doors
 
 QWEN3, OSS, CHATML = "trl:qwen3", "trl:gptoss", "smollm2"
 USER = {"role": "user", "content": "How many?"}
@@ -64,6 +71,9 @@ SAME = {  # rows that say the same as the first of each list
         [USER, said("Five.", reasoning="Count.", thinking="Count.")],
         [USER, said("<think>\nCount.\n</think>\n\nFive.")],
         [USER, said("Count.\n</think>\n\nFive.")],
+        [USER, said("<think>Count.</think>Five.", reasoning_content="", thinking="")],
+        [USER, on("analysis", "Count.", reasoning_content=None), on("final", "Five.", reasoning_content=None)],
+        [USER, on("analysis", "Count.", tool_calls=None, id=1), on("final", "Five.", tool_calls=[], id=2)],
         [USER, said("[THINK]Count.[/THINK]Five.")],
         [USER, said([{"type": "text", "text": "<think>Count.</think>Five."}])],
         [USER, said("<think>Count.</think>Five.", reasoning_content="Count.\n")],
@@ -74,6 +84,7 @@ SAME = {  # rows that say the same as the first of each list
         CALLED,
         [USER, said(tool_calls=[CALL]), RESULT, ANSWER],
         [USER, {"role": "assistant", "tool_calls": [CALL]}, RESULT, ANSWER],
+        [USER, {"role": "tool_call", "content": json.dumps(CALL)}, RESULT, ANSWER],
         [USER, {"role": "tool_call", "content": CALL["function"]}, RESULT | {"role": "tool_response"}, ANSWER],
         [
             USER,
@@ -130,18 +141,25 @@ def test_reasoning_in_contents_stays_where_the_template_has_no_key_for_it():
 @pytest.mark.parametrize(
     ("messages", "reason", "template"),
     [
-        ([USER, said("<think>A.</think>Five.", reasoning_content="B.")], "different reasoning in 'reasoning_content' and in its content", QWEN3),
-        ([USER, said("A.</think>Five.", thinking="B.")], "different reasoning in 'thinking' and in its content", QWEN3),
+        ([USER, said("<think>A.</think>Five.", reasoning_content="B.")], "'reasoning_content' and in its", QWEN3),
+        ([USER, said("A.\n</think>\nFive.", thinking="B.")], "in 'thinking' and in its content", QWEN3),
         ([USER, said("Five.", thinking="A.", reasoning="B.")], "different reasoning", QWEN3),
         ([USER, on("analysis", "A."), on("final", "Five.")], "reasoning on a channel", CHATML),
         ([USER, on("analysis", "A."), on("analysis", "B."), on("final", "Five.")], "second reasoning", OSS),
         ([USER, on("commentary", "Let me see."), on("final", "Five.")], "message 2 .*'commentary'.* no place", OSS),
         ([USER, on("analysis", "1 + 1", recipient="python"), on("final", "2")], "'python'", OSS),
         ([USER, on("final", 7)], "message 2 .*expected text", OSS),
-        ([USER, on("analysis", "A.", train=False), on("final", "Five.", train=True)], "not marked alike", OSS),
+        ([USER, on("analysis", "A.", train=False), on("final", "Five.", train=True)], "has another 'train'", OSS),
         ([USER, said("", function_call={"name": "add"})], "'function_call', OpenAI's form", QWEN3),
         ([USER, said("", function_calls=[])], "'function_calls'", QWEN3),
         ([USER, {"role": "tool_call", "content": "add(2)"}], "message 2 .*not JSON", QWEN3),
+        ([USER, {"role": "tool_call", "content": "[null]"}], "message 2 .*expected objects with 'name'", QWEN3),
+        ([USER, said("A."), {"role": "tool_call", "content": CALL, "thinking": "B."}], "'thinking' beside", QWEN3),
+        ([USER, on("final", "Bye.", tool_calls=[CALL])], "'tool_calls' beside a part of the turn", OSS),
+        ([USER, on("analysis", "A.", reasoning_content="B.")], "message 2 .*'reasoning_content' beside", OSS),
+        ([USER, on("commentary", "{}", recipient=5)], "the recipient 5", OSS),
+        ([USER, on("commentary", "{}", recipient="functions.")], "'functions.', for which", OSS),
+        ([USER, on("commentary", "{}", recipient="f", content_type=5)], "'f', for which", OSS),
     ],
 )  # fmt: skip
 def test_rows_of_which_it_is_not_certain_what_they_say_are_refused(messages, reason, template):
@@ -159,7 +177,54 @@ def test_a_prompt_s_messages_stay_untrained_where_its_answer_is_of_several_piece
         read_example({"prompt": [USER, answer[0]], "completion": answer[1:]}, "completion", is_given=False)
 
 
-NULL = {"type": "function", "function": {"name": "add", "arguments": {"terms": "2, 3", "n": None}}}
+ANSWERS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2)
+    | st.sampled_from(["", "a", "final", "analysis", "functions.add", "{}"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["name", "type", "text"]), inner),
+    max_leaves=4,
+)
+KEYS = ("content", "channel", "recipient", "content_type", "tool_calls", "thinking", "reasoning", "name", "train")
+
+
+@given(messages=st.lists(st.fixed_dictionaries(
+    {"role": st.sampled_from(["assistant", "tool_call", "tool_response", "tool", "user"])},
+    optional=dict.fromkeys(KEYS, ANSWERS),
+), min_size=1, max_size=4))  # fmt: skip
+def test_rows_of_any_values_are_read_or_refused_and_stay_as_they_are(messages):
+    before = copy.deepcopy(messages)
+    with contextlib.suppress(ValueError):
+        read_example({"messages": messages}, "messages", is_given=True)
+    assert messages == before
+
+
+def test_an_answer_that_begins_with_a_call_keeps_the_prompt_of_its_pair():
+    calls = [{"role": "tool_call", "content": json.dumps(CALL["function"])}, RESULT]
+    in_form = [said("", tool_calls=[CALL]), RESULT]
+    pairs = [
+        {"prompt": [USER], "chosen": [*beginning, ANSWER], "rejected": [*beginning, said("Six.")]}
+        for beginning in (calls, in_form)
+    ]
+    first, second = (read_preference(pair, RowOptions(), Counter()) for pair in pairs)
+    assert first.chosen.messages == second.chosen.messages and first.prompt == second.prompt
+    continued, chunk = {"prompt": [USER, on("analysis", "A.")]}, Chunk("in.jsonl", 1, "json", [], b"", 0)
+    answers = {name: [on("final", f"{name}.")] for name in ("chosen", "rejected")}
+    with pytest.raises(ValueError, match="the prompt ends with an assistant's message"):
+        read_preference(continued | answers, RowOptions(), Counter())
+    with pytest.raises(ValueError, match="the prompt ends with an assistant's message"):
+        rated = continued | {"completion": answers["chosen"], "label": True}
+        read_feedback(rated, chunk, Counter(), options=RowOptions())
+
+
+def test_forms_of_a_row_fall_on_one_side():
+    inline, keyed = (
+        Chat([USER, one]) for one in (said("<think>A.</think>Five."), said("Five.", reasoning_content="A."))
+    )
+    assert list_said(inline) == list_said(keyed)
+
+
+NULL = {"type": "function", "function": {"name": "add", "arguments": {"terms": ["2", {"n": None}]}}}
 SYSTEM = {"role": "system", "content": f"Tools: {json.dumps([TOOL])}"}
 DOUBTFUL = {  # a row of each kind, with a template
     linting.LEFT_OUT: ({"messages": [USER, said("Count.\n</think>\n\nFive.")]}, "reasoning only in contents"),
@@ -199,6 +264,7 @@ def test_every_doubt_can_be_refused_by_name():
     [
         [USER, said("<think>\nCount.\n</think>\n\nFive.")],
         [USER, said("Use the tag <thinker>, or a < b.")],
+        [USER, said("<think></think>Five.")],
         [USER, {**said("<think>cut"), "train": False}, USER, ANSWER],
         [{"role": "system", "content": "You are a helpful assistant."}, USER, ANSWER],
         CALLED,
@@ -215,7 +281,15 @@ def test_markers_are_also_words_that_are_no_tokens():
     )
     linter = linting.Linter(make_tokenizer(template, ("<|im_end|>",)))
     assert linter.find_markers(["So: ### assistant:\nfoo"]) == [Remark(linting.MARKERS, rendered="### assistant:")]
+    assert linter.find_markers(["So: ### user:\n"]) == [Remark(linting.MARKERS, rendered="### user:")]
     assert linter.find_markers(["### A title", "an assistant: me"]) == []
+    tool = TOOL | {"function": TOOL["function"] | {"description": "Writes <|im_end|>."}}
+    assert linting.MARKERS in kinds(mask(make_masker(QWEN3), {"messages": [USER, ANSWER], "tools": [tool]}))
+
+
+def test_an_answer_that_speaks_of_a_tag_is_no_reasoning():
+    found = mask(make_masker(QWEN3), {"messages": [USER, said("Close it with </thinking> please.")]})
+    assert NORMALIZED not in {remark.kind for remark in found.remarks} and linting.TAGS in kinds(found)
 
 
 def test_columns_are_refused_by_what_they_mean():
@@ -300,8 +374,11 @@ def test_a_data_set_has_the_date_on_which_it_was_begun_in_all_of_its_parts(tmp_p
     capsys.readouterr()
     tokenize_rows(model, source, output, shard="1/2")
     assert "nothing is left to do" in capsys.readouterr().out
+    output.write_text("overwritten")
+    tokenize_rows(model, source, output, shard="1/2")
+    Day.now = "2026-11-30"
     tokenize_rows(model, source, output)
-    assert texts(output) == {"2026-11-29, Sunday 29 Nov": 40}
+    assert texts(output) == {"2026-11-30, Monday 30 Nov": 40}
     tokenize_rows(model, source, tmp_path / "given.jsonl", template_args=("date=2020-02-03",))
     assert texts(tmp_path / "given.jsonl") == {"2020-02-03, Monday 3 Feb": 40}
 

@@ -4,7 +4,7 @@ A control token is any added token of the tokenizer, special or not, but for tho
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -51,23 +51,23 @@ class Linter:
     def markers(self) -> re.Pattern[str]:
         """Control tokens, and the words with which the template begins a user's and an assistant's turn."""
         found = (token.content for token in self.tokenizer.added_tokens_decoder.values())
-        markers = {token for token in found if token.strip(" \t\r\n▁")} | self.list_headers()
-        of_others = (marker for marker in markers if ANY_TAG.fullmatch(marker) is None)
-        longest_first = sorted(of_others, key=lambda marker: (-len(marker), marker))
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        tokens = join_patterns(token for token in found if token.strip(" \t\r\n▁") and not ANY_TAG.fullmatch(token))
+        words = {part.strip() for line in self.list_borders() for part in tokens.split(ANY_TAG.sub("", line))}
+        own = (part for part in words if len(part) >= MIN_MARKER and not part.isalnum())
+        return re.compile(f"{tokens.pattern}|{join_patterns(own).pattern}")
 
-    def list_headers(self) -> set[str]:
-        if self.tokenizer.chat_template is None:
-            return set()
-        question, answer = (message["content"] for message in EXCHANGE)
-        text = try_template(self.tokenizer, prepare_contents(self.tokenizer, EXCHANGE)) or ""
-        before, _, rest = text.partition(question)
-        headers = [*before.rstrip().splitlines()[-1:], *rest.partition(answer)[0].splitlines()]
-        return {line.strip() for line in headers if len(line.strip()) >= MIN_MARKER and not line.strip().isalnum()}
+    def list_borders(self) -> list[str]:
+        """The lines that the template writes between a user's and an assistant's texts."""
+        messages = prepare_contents(self.tokenizer, [*EXCHANGE, *EXCHANGE])
+        text = "" if self.tokenizer.chat_template is None else try_template(self.tokenizer, messages) or ""
+        question, answer = (re.escape(message["content"]) for message in EXCHANGE)
+        between = re.findall(f"(?<={question})(.*?){answer}|(?<={answer})(.*?){question}", text, re.DOTALL)
+        return [line for pair in between for part in pair for line in part.splitlines()]
 
     def lint(self, located: Located, texts: Collection[Any], chat: PreparedChat | None = None) -> Located:
         """The row with remarks on what is doubtful in its `texts` (other values count for nothing) and in its messages.
         ValueError if it is to be refused."""
+        texts = [*texts, repr(chat.tools)] if chat is not None and chat.tools else texts
         found = [*located.remarks, *self.find_markers(texts), *(() if chat is None else lint_chat(chat))]
         for remark in found:
             if remark.kind in self.refused:
@@ -81,12 +81,17 @@ class Linter:
         return [] if marker is None else [Remark(MARKERS, rendered=marker)]
 
 
+def join_patterns(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=lambda text: (-len(text), text)))) or r"(?!)")
+
+
 def lint_chat(chat: PreparedChat) -> Iterator[Remark]:
-    """Remarks on a chat's messages, whatever the template makes of them."""
+    """Remarks on a chat's messages, with any template."""
     for message, weight in zip(chat.messages, chat.weights, strict=True):
         if message["role"] == ASSISTANT and weight > 0:
             yield from lint_reasoning(message)
-    names = {function_of(tool).get("name") for tool in chat.tools or ()}
+    names = [function_of(tool).get("name") for tool in chat.tools or ()]
     before = None
     for message in chat.messages:
         for call in map(function_of, list_calls(message)):
@@ -94,14 +99,23 @@ def lint_chat(chat: PreparedChat) -> Iterator[Remark]:
                 yield Remark(NO_TOOLS, rendered=str(call.get("name")))
             elif call.get("name") not in names:
                 yield Remark(UNKNOWN_TOOLS, rendered=str(call.get("name")))
-            arguments = call.get("arguments")
-            if isinstance(arguments, dict) and None in arguments.values():
-                yield Remark(NULL_ARGUMENTS, rendered=next(key for key, value in arguments.items() if value is None))
+            if (key := find_null(call.get("arguments"))) is not None:
+                yield Remark(NULL_ARGUMENTS, rendered=key)
         if message["role"] == "tool" and before not in (ASSISTANT, "tool"):
             yield Remark(RESULTS_FIRST)
         before = message["role"]
     if chat.tools and any(describes(message, names) for message in chat.messages if message["role"] in SYSTEM_ROLES):
         yield Remark(TOOLS_TWICE)
+
+
+def find_null(value: Any, key: str = "") -> str | None:
+    """The key of a null within a call's arguments."""
+    if value is None:
+        return key
+    inner = (
+        value.items() if isinstance(value, dict) else [(key, one) for one in value] if isinstance(value, list) else ()
+    )
+    return next((found for name, one in inner if (found := find_null(one, name)) is not None), None)
 
 
 def lint_reasoning(message: Message) -> Iterator[Remark]:

@@ -6,7 +6,7 @@
 | reasoning as `thinking` or `reasoning`                         | `reasoning_content`                               |
 | Harmony's channels: analysis, commentary to a function, final  | one message's reasoning, calls and content        |
 | messages of the roles `tool_call` and `tool_response`          | calls of the assistant's message, `tool`          |
-| `<think>...</think>`, or `...</think>`, before an answer       | `reasoning_content`, if the template writes that  |
+| `<think>...</think>`, or a line `</think>`, before an answer   | `reasoning_content`, if the template writes that  |
 
 Nothing is invented, and a message of which it is not certain what it says is refused. Only the last line depends on the
 template: `normalize` is for rows, `separate_reasoning` for everything that renders a chat.
@@ -29,7 +29,6 @@ EMPTY = "null or missing contents beside calls"
 NAMED = "reasoning under another key"
 WITHIN = "reasoning within contents"
 OF_HARMONY = ("channel", "recipient", "content_type")
-MARKS = ("train", "training", "weight")
 TOOL_ROLES = {"tool_call": ASSISTANT, "tool_response": "tool"}  # of ms-swift
 
 
@@ -38,18 +37,26 @@ def normalize(messages: Sequence[Any]) -> tuple[list[tuple[int, Any]], tuple[str
     messages stay, to be refused with their reason. ValueError for messages of which it is not certain what they say."""
     found: list[tuple[int, Any]] = []
     changes: dict[str, None] = {}
+    is_piece = False  # whether the last one is of pieces, and so not the row's own object
     for number, given in enumerate(messages, start=1):
         if not isinstance(given, dict) or not isinstance(given.get("role"), str) or is_usual(given):
             found.append((number, given))
+            is_piece = False
             continue
-        where = f"message {number} ({given.get('role')})"
-        message, change = read_piece(given, where)
+        where = f"message {number} ({given['role']})"
+        message, change = read_piece({key: given[key] for key in given if says_something(key, given[key])}, where)
+        before = found[-1][1] if change is not None and found else None
         if change is not None:
             changes[change] = None
-        if change is not None and found and (joined := join(found[-1][1], message, where)) is not None:
-            found[-1] = found[-1][0], joined
+        if continues(before, message, where):
+            if not is_piece:
+                before = {**before, "tool_calls": read_calls(before.get("tool_calls", []), where)}
+            before.setdefault("tool_calls", []).extend(message.pop("tool_calls", []))
+            found[-1] = found[-1][0], before
+            before.update(message)
         else:
             found.append((number, message))
+        is_piece = change is not None
     for i, (number, message) in enumerate(found):
         if isinstance(message, dict) and message.get("role") == ASSISTANT:
             message, own = read_answer(message, f"message {number} ({ASSISTANT})")
@@ -62,41 +69,55 @@ def is_usual(message: Message) -> bool:
     return len(message) == 2 and message["role"] not in TOOL_ROLES and message.get("content") is not None
 
 
+def says_something(key: str, value: Any) -> bool:
+    """Whether a key of a message counts: null is as good as missing, and so are no calls and an empty reasoning."""
+    if key == "tool_calls":
+        return value not in (None, [], "")
+    return key == "content" or (value is not None and not (key in REASONING_KEYS and value == ""))
+
+
 def read_piece(message: Message, where: str) -> tuple[Message, str | None]:
     """The message, or the part of the assistant's message that it is, and what was changed."""
-    role = message.get("role")
-    if role in TOOL_ROLES:
-        others = {key: value for key, value in message.items() if key != "content"} | {"role": TOOL_ROLES[role]}
-        if role == "tool_response":
-            return message | others, CALLS
-        calls = message.get("content")
-        calls = read_embedded_json(calls, f"{where}: 'content'") if isinstance(calls, str) else calls
-        calls = calls if isinstance(calls, list) else [calls]
-        return others | {"tool_calls": [{"type": "function", "function": call} for call in calls]}, CALLS
+    role = message["role"]
     channel, recipient, content_type = (message.get(key) for key in OF_HARMONY)
-    if channel is None and recipient is None:
+    if role not in TOOL_ROLES and channel is None and recipient is None:
         return message, None
     others = {key: value for key, value in message.items() if key not in OF_HARMONY}
-    if role == "tool":
+    if role in ("tool", "tool_response"):
         name = message.get("name")
-        return others | ({"name": name.removeprefix("functions.")} if isinstance(name, str) else {}), CHANNELS
-    if role != ASSISTANT:
+        named = {"name": name.removeprefix("functions.")} if isinstance(name, str) else {}
+        return others | named | {"role": "tool"}, CHANNELS if role == "tool" else CALLS
+    if role not in (ASSISTANT, "tool_call"):
         return message, None
-    text = join_text(others.pop("content", None))
+    content = others.pop("content", None)
+    if beside := [key for key in ("tool_calls", *REASONING_KEYS) if key in others]:
+        raise ValueError(f"{where} has {beside[0]!r} beside a part of the turn that has messages of its own")
+    if role == "tool_call":
+        return others | {"role": ASSISTANT, "tool_calls": read_calls(content, where)}, CALLS
+    text, name = join_text(content), None
     if text is None:
-        raise ValueError(f"{where} has the content {quote(message.get('content'))} on a channel, expected text")
-    is_call = recipient not in (None, "all")
-    if channel == "final" and not is_call:
+        raise ValueError(f"{where} has the content {quote(content)} on a channel, expected text")
+    if isinstance(recipient, str):
+        name = recipient.removeprefix("functions.")
+    if channel == "final" and recipient in (None, "all"):
         return others | {"content": text}, CHANNELS
-    if channel == "analysis" and not is_call:
-        return others | {REASONING: text}, CHANNELS
-    if channel == "commentary" and is_call and "json" in (content_type or "json"):
-        call = {"name": str(recipient).removeprefix("functions."), "arguments": text}
-        return others | {"tool_calls": [{"type": "function", "function": call}]}, CHANNELS
+    if channel == "analysis" and recipient in (None, "all"):
+        return others | ({REASONING: text} if text else {}), CHANNELS
+    if channel == "commentary" and name and name != "all" and "json" in str(content_type or "json"):
+        return others | {"tool_calls": read_calls([{"name": name, "arguments": text}], where)}, CHANNELS
     raise ValueError(
         f"{where} has the channel {quote(channel)} and the recipient {quote(recipient)}, for which templates have no"
         " place; read are: analysis (as reasoning), commentary to a function with JSON (as its call), and final"
     )
+
+
+def read_calls(given: Any, where: str) -> list[Any]:
+    """Calls of a message: one, a list, or their JSON text; each in OpenAI's form."""
+    calls = read_embedded_json(given, f"{where}: 'content'") if isinstance(given, str) else given
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and ("name" in call or "function" in call) for call in calls):
+        raise ValueError(f"{where} has the calls {quote(given)}, expected objects with 'name' and 'arguments'")
+    return [call if "function" in call else {"type": "function", "function": call} for call in calls]
 
 
 def join_text(content: Any) -> str | None:
@@ -106,22 +127,19 @@ def join_text(content: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def join(before: Any, piece: Message, where: str) -> Message | None:
-    """The message with the piece that continues it; None if the piece begins a message of its own."""
+def continues(before: Any, piece: Message, where: str) -> bool:
+    """Whether the piece belongs to the message before it. ValueError if they do not fit together."""
     if not isinstance(before, dict) or (before.get("role"), piece["role"]) != (ASSISTANT, ASSISTANT):
-        return None
-    calls = before.get("tool_calls") or []
-    if "tool_calls" in piece and isinstance(calls, list):
-        joined = before | piece | {"tool_calls": [*calls, *piece["tool_calls"]]}
-    elif "content" in piece and REASONING in before and not calls and before.get("content") is None:
-        joined = before | piece
-    elif REASONING in piece and REASONING in before and not calls and before.get("content") is None:
+        return False
+    has_said = bool(before.get("tool_calls")) or before.get("content") is not None
+    if "tool_calls" not in piece and has_said:
+        return False
+    if "content" not in piece and "tool_calls" not in piece:
         raise ValueError(f"{where} is a second reasoning before one answer: join them")
-    else:
-        return None
-    if any(before.get(mark) != piece.get(mark) for mark in MARKS):
-        raise ValueError(f"{where} is one turn with the message before it, but not marked alike ({', '.join(MARKS)})")
-    return joined
+    for key in (before.keys() | piece.keys()) - {"role", "content", "tool_calls", "id", *REASONING_KEYS}:
+        if before.get(key) != piece.get(key):
+            raise ValueError(f"{where} is one turn with the message before it, but has another {key!r}")
+    return True
 
 
 def read_answer(message: Message, where: str) -> tuple[Message, list[str]]:
@@ -153,7 +171,7 @@ def separate_reasoning(tokenizer: Any, chat: Chat) -> Chat:
     messages = [message for message in chat.messages if message["role"] == ASSISTANT]
     if CHANNELS in chat.changes and any(REASONING in one for one in messages) and not writes_reasoning(tokenizer):
         raise ValueError("has reasoning on a channel of its own, which the chat template does not write")
-    within = {id(message): take_out(message) for message in messages if message.get(REASONING) is None}
+    within = {id(message): take_out(message) for message in messages if REASONING not in message}
     if not any(within.values()) or not writes_reasoning(tokenizer):
         return chat
     return replace(

@@ -23,7 +23,8 @@ THOUGHT = "xQ99997Qx"  # reasoning of a stand-in assistant turn
 
 def split_reasoning(text: str) -> tuple[str, str] | None:
     """The reasoning that begins a text and the answer after it, without the line breaks between; None if the text has
-    none, or no end of it that is certain. The opening tag may be missing, as in what R1 and QwQ return."""
+    none, or no end of it that is certain. The opening tag may be missing, as in what R1 and QwQ return, if the closing
+    one is a line of its own: others only speak of it."""
     tags = list(ANY_TAG.finditer(text))
     if not tags:
         return None
@@ -33,6 +34,6 @@ def split_reasoning(text: str) -> tuple[str, str] | None:
         if text[: opening.start()].strip() or not tags or tags[0][0] != OPENINGS[opening[0]]:
             return None
         start = opening.end()
-    elif len(tags) > 1:
+    elif len(tags) > 1 or tags[0][0] not in (line.strip() for line in text.splitlines()):
         return None
     return text[start : tags[0].start()].strip("\n"), text[tags[0].end() :].lstrip("\n")

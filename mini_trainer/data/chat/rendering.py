@@ -39,7 +39,7 @@ EXCHANGE = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant",
 T = TypeVar("T")
 CLOCK = "strftime_now"
 ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", CLOCK)
-CLOCK_PARTS = [f"%{letter}" for letter in ("-d", "-m", "e", *"aAbBcdDFHIjmMpSTuwxXyY")]
+CLOCK_PARTS = [f"%{part}" for part in (*(f"-{one}" for one in "dmeHIyj"), *"aAbBcCdDeFgGhHIjklmMpPrRSTuUVwWxXyYzZ")]
 DATES = {"date_string": "%d %b %Y", "date": "%Y-%m-%d"}  # arguments for a date, in the form that templates give it
 
 WITHOUT_TOOLS = (
@@ -277,7 +277,8 @@ def select_args(tokenizer: Any, template_args: Mapping[str, Any]) -> dict[str, A
     read = list_variables(tokenizer) if template_args else None
     if read is None:
         return dict(template_args)
-    unread = [name for name, value in template_args.items() if name not in read and value]
+    said = {name for name, value in template_args.items() if not (value in (None, "", [], {}) or value is False)}
+    unread = [name for name in template_args if name in said - read]
     if unread:
         others = ", ".join(sorted(read - {*ALWAYS_GIVEN, *tokenizer.special_tokens_map})) or "none"
         raise ValueError(f"the chat template does not read the argument {unread[0]!r}; it reads: {others}")
@@ -295,6 +296,7 @@ def set_date(tokenizer: Any, template_args: Mapping[str, Any], today: str) -> tu
         day = datetime.strptime(date, "%Y-%m-%d")
     except (ValueError, TypeError):
         raise ValueError(f"--template-args date={date}: expected YYYY-MM-DD") from None
+    date = day.strftime(DATES["date"])
     own = {name: day.strftime(form) for name, form in DATES.items() if name in read}
     if CLOCK not in read and not (is_given and own):
         if is_given:

@@ -99,9 +99,12 @@ def build_chat(messages: list[Any], row: Fields) -> conversation.Chat:
     )
 
 
-def count_messages(messages: list[Any]) -> int:
-    """How many messages a chat that begins with these has of them."""
-    return len(normalize(messages)[0])
+def count_prompt(messages: list[Any]) -> int:
+    """How many messages a chat has of this prompt, which begins it. ValueError for one that an answer may continue."""
+    found = [message for _, message in normalize(messages)[0]]
+    if found and isinstance(found[-1], dict):
+        check_prompt(found)
+    return len(found)
 
 
 def read_template_args(row: Fields) -> Fields | None:
@@ -286,7 +289,7 @@ def check_ends(messages: list[conversation.Message], num_prompt: int, name: str)
 
 def check_prompt(prompt: list[conversation.Message]) -> None:
     """Raises ValueError for a prompt that ends within the assistant's turn."""
-    if prompt[-1]["role"] == conversation.ASSISTANT:
+    if prompt[-1].get("role") == conversation.ASSISTANT:
         raise ValueError(
             "the prompt ends with an assistant's message, and it is not known whether the answer continues it or is"
             " another message: make it part of the answer, or end the prompt with a user's message"

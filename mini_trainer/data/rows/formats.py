@@ -224,8 +224,7 @@ def read_completion(row: Fields) -> Completion | Chat:
         return Completion(text, chat_rows.require_one_text(row, "completion", "generation"))
     prompt, answer = (chat_rows.require_list(chat_rows.parse_turns(row, names), name) for name in names)
     prompt = chat_rows.read_system(row) + prompt
-    chat, num_prompt = chat_rows.build_chat([*prompt, *answer], row), chat_rows.count_messages(prompt)
-    chat_rows.check_prompt(chat.messages[:num_prompt])
+    chat, num_prompt = chat_rows.build_chat([*prompt, *answer], row), chat_rows.count_prompt(prompt)
     if any(message.get("train") for message in chat.messages[:num_prompt]):
         raise ValueError("has 'train': true in a message of the prompt: only the completion's messages are trained")
     return chat_rows.leave_untrained(chat, num_prompt)

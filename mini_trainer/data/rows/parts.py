@@ -94,9 +94,11 @@ def find_parts(directory: Path) -> list[Part]:
     return [Part(directory, int(name[1]), int(name[2])) for name in names if name is not None]
 
 
-def find_date(directory: Path) -> str | None:
-    """The date in the rows of a complete part; None if there is none."""
-    return next((part.content["made_with"].get("date") for part in find_parts(directory) if part.content), None)
+def find_date(directory: Path, count: int, sources: Sequence[Source]) -> str | None:
+    """The date in the rows of a complete part of `count` parts of these sources; None if there is none."""
+    found = [part.content["made_with"] for part in list_parts(directory, count) if part.content is not None]
+    inputs = json.loads(json.dumps(identify_sources(sources))) if found else []
+    return next((made_with.get("date") for made_with in found if made_with["sources"] == inputs), None)
 
 
 def find_count(directory: Path) -> int:

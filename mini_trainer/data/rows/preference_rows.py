@@ -30,6 +30,7 @@ from typing import Any
 
 from mini_trainer.data.chat.conversation import ASSISTANT, Chat, Completion, Message, TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.chat.normalizing import TOOL_ROLES
 from mini_trainer.data.chat.rendering import catch_error
 from mini_trainer.data.chat.skeletons import common_length
 from mini_trainer.data.columns.base import FEEDBACK, PREFERENCE, DataTask
@@ -100,6 +101,7 @@ def read_preference(values: Fields, options: RowOptions, tally: Counter[str]) ->
         refuse_unread(values, ("input",), "whole chats")
     messages = [] if is_whole else read_prompt(values, prompt_name, tally, ignored)
     beginning = [*chat_rows.read_system(values), *messages]
+    chat_rows.count_prompt(beginning)
     read_side = read_whole_chat if is_whole else read_answer
     sides = [[*beginning, *read_side(side, name, tally, ignored)] for side, name in zip(answers, names, strict=True)]
     return build_preference(*sides, values, numbers)
@@ -158,7 +160,7 @@ def is_whole_chat(side: Any) -> bool:
     if isinstance(side, str):
         return SPEAKERS.match(side) is not None and "\n\nAssistant:" in side
     first = side[0] if isinstance(side, list) and side else None
-    return isinstance(first, dict) and normalize(first, 1).get("role") != ASSISTANT
+    return isinstance(first, dict) and normalize(first, 1).get("role") not in (ASSISTANT, *TOOL_ROLES)
 
 
 def normalize(message: Any, number: int) -> Any:
@@ -312,16 +314,16 @@ def read_feedback(values: Fields, chunk: Chunk, tally: Counter[str], *, options:
         return [Feedback(prompt, Completion(prompt, chat_rows.require_text({name: answer}, name)), is_good, weight)]
     if is_whole:
         whole = read_messages(column_names.look_up(values, prompt_name), prompt_name, tally, ignored)
-        messages = [*chat_rows.read_system(values), *whole]
-        num_prompt = chat_rows.count_messages(messages) - 1
+        messages, num_prompt = [*chat_rows.read_system(values), *whole], None
     else:
         beginning = [*chat_rows.read_system(values), *read_prompt(values, prompt_name, tally, ignored)]
         messages = [*beginning, *read_answer(answer, name, tally, ignored)]
-        num_prompt = chat_rows.count_messages(beginning)
+        num_prompt = chat_rows.count_prompt(beginning)
     # Everything after the prompt's messages is trained on.
     tools = {key: values[key] for key in ("tools", chat_rows.TEMPLATE_ARGS) if key in values}
     chat = chat_rows.build_chat(messages, tools)
     refuse_images(chat)
+    num_prompt = len(chat.messages) - 1 if num_prompt is None else num_prompt
     if num_prompt < 1 or chat.messages[num_prompt]["role"] != ASSISTANT:
         raise ValueError("the answer must be an assistant's message after a prompt")
     chat_rows.check_ends(chat.messages, num_prompt, "the answer")

@@ -22,7 +22,7 @@ from typing import Any
 from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.conversation import Message, Tools
 from mini_trainer.data.chat.normalizing import separate_reasoning
-from mini_trainer.data.chat.rendering import catch_error, prepare_for, select_args, template_errors
+from mini_trainer.data.chat.rendering import catch_error, check_unicode, prepare_for, select_args, template_errors
 from mini_trainer.data.chat.tokens import count_ending
 from mini_trainer.data.rows.chat_rows import parse_turns, require_text
 from mini_trainer.data.rows.column_names import Fields
@@ -46,6 +46,7 @@ class Prompt:
     text: str | None = None
     tools: Tools = None
     template_args: dict[str, Any] | None = None
+    changes: tuple[str, ...] = ()  # what normalizing has changed
     references: tuple[str, ...] = ()
 
     @property
@@ -147,7 +148,8 @@ def split_chat(chat: conversation.Chat, row: Fields) -> Prompt:
         references = (join_content(last),)
         if not messages:
             raise ValueError("has only an assistant message, so there is nothing to answer")
-    return Prompt(row=row, messages=messages, tools=chat.tools, template_args=chat.template_args, references=references)
+    own = dict(tools=chat.tools, template_args=chat.template_args, changes=chat.changes)
+    return Prompt(row=row, messages=messages, references=references, **own)
 
 
 def join_content(message: Message) -> str:
@@ -175,11 +177,11 @@ def render_prompt(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
     try:
         prompt = replace(
             prompt,
-            messages=separate_reasoning(tokenizer, conversation.Chat(prompt.messages)).messages,
+            messages=separate_reasoning(tokenizer, conversation.Chat(prompt.messages, changes=prompt.changes)).messages,
             template_args=select_args(tokenizer, prompt.template_args or {}),
         )
         check_completeness(prompt, tokenizer)
-        return apply_template(prompt, prompt.messages, prompt.tools, tokenizer), True
+        return check_unicode(apply_template(prompt, prompt.messages, prompt.tools, tokenizer)), True
     except ValueError as error:
         raise ValueError(f"{prompt.place}: {error}") from None
 

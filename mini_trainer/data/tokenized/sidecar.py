@@ -71,9 +71,10 @@ def describe_data_set(
     }
 
 
-def is_made_of(path: Path, sources: Sequence[Source], made_with: dict[str, Any]) -> bool:
-    """Whether a sidecar describes the result of these files with these dependencies, begun on any day; reads local
-    files for their hashes. Also False if it cannot show that: for remote files without a version.
+def is_made_of(data: Path, path: Path, sources: Sequence[Source], made_with: dict[str, Any]) -> bool:
+    """Whether the sidecar at `path` says that the data set is the result of these files with these dependencies, begun
+    on any day; reads local files for their hashes. Also False if it cannot show that: for remote files without a
+    version.
     """
     try:
         sidecar = read_object(path)
@@ -81,7 +82,8 @@ def is_made_of(path: Path, sources: Sequence[Source], made_with: dict[str, Any])
         return False
     entries = sidecar.get("sources", [])
     return (
-        len(entries) == len(sources)
+        sidecar.get("file", {}).get("size") == data.stat().st_size
+        and len(entries) == len(sources)
         and all(source.read is None for source in sources)
         and all(sidecar.get(name) == value for name, value in hide_in(made_with).items() if name != "date")
         and all(is_source(entry, source) for entry, source in zip(entries, sources, strict=True))
@@ -109,10 +111,9 @@ def describe_dependencies(
         del values["input_dataset"]
     files = {}
     for name in ("chat_template", "labels_from"):
-        if values[name] is not None and Path(values[name]).is_file():
-            sidecar = Path(f"{values[name]}.meta.json")
-            files[name] = hash_file(sidecar if sidecar.is_file() else Path(values[name]))
-            values[name] = Path(values[name]).name
+        given = [] if values[name] is None else [Path(f"{values[name]}.meta.json"), Path(values[name])]
+        if file := next((path for path in given if path.is_file()), None):
+            files[name], values[name] = hash_file(file), given[1].name
     found = {
         "format_version": FORMAT_VERSION,
         "options": values,
