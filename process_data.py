@@ -79,11 +79,11 @@ def process_data(options: ProcessDataOptions) -> None:
     divided = parts.divide(sources, index, count) if count > 1 else sources
     all_parts = parts.find_count(directory) if options.join and parts.find_parts(directory) else count
     begun = parts.find_date(directory, all_parts, sources) if all_parts > 1 else None
-    prepared = preparing.prepare(options, sources, begun or date.today().isoformat())
+    prepared = prepare(options, sources, begun or date.today().isoformat())
     part = parts.Part(directory, index, count)
     if count > 1 and part.content is None and identify_file(outputs.data) != before:  # joined parts are removed
         return say(f"part {part}: another process has joined all parts to {outputs.data}")
-    if (options.join or count > 1) and are_joined(outputs, prepared, options):
+    if (options.join or count > 1) and are_joined(outputs, prepared):
         return say(f"all parts are joined already, to {outputs.data}: nothing is left to do")
     if options.join:
         return join_parts(outputs, parts.find_count(directory), prepared, options)
@@ -99,6 +99,13 @@ def process_data(options: ProcessDataOptions) -> None:
         join_parts(outputs, count, prepared, options)
     except parts.JoinedElsewhere as error:  # both were the last; a failure here would make torchrun end the other
         say(f"another process joins the parts: {error}")
+
+
+def prepare(options: ProcessDataOptions, sources: list[Source], today: str) -> preparing.Prepared:
+    """`preparing.prepare`, with all that the data set depends on."""
+    prepared = preparing.prepare(options, sources, today)
+    known = dict(tokenizer=prepared.tokenizer, model_dir=prepared.model_dir, date=prepared.date)
+    return replace(prepared, made_with=sidecar.describe_dependencies(options.rows, options.contents, **known))
 
 
 def write_data_set(
@@ -194,33 +201,22 @@ def make_part(
 
 def identify_parts(count: int, prepared: preparing.Prepared, options: ProcessDataOptions) -> dict[str, Any]:
     """The configuration that all parts of a data set must have in common."""
-    found = describe_dependencies(prepared, options)
     how = {"preview": num_samples_shown(options), "output_file": Path(options.output_file).suffix}
-    return found | {
-        "options": found["options"] | how,
+    return prepared.made_with | {
+        "options": prepared.made_with["options"] | how,
         "sources": parts.identify_sources(prepared.sources),
         "number of parts": count,
         "format of parts": FORMAT_VERSION,
     }
 
 
-def describe_dependencies(prepared: preparing.Prepared, options: ProcessDataOptions) -> dict[str, Any]:
-    return sidecar.describe_dependencies(
-        options.rows,
-        options.contents,
-        tokenizer=prepared.tokenizer,
-        model_dir=prepared.model_dir,
-        date=prepared.date,
-    )
-
-
-def are_joined(outputs: Outputs, prepared: preparing.Prepared, options: ProcessDataOptions) -> bool:
+def are_joined(outputs: Outputs, prepared: preparing.Prepared) -> bool:
     """Whether the outputs exist, made from these rows with these options, and no parts do."""
     files = [outputs.page, *(path for one in outputs.data_sets for path in (one.data, one.sidecar))]
     if not all(path is None or path.exists() for path in files) or parts.find_parts(parts.name_directory(outputs.data)):
         return False
-    made_with = describe_dependencies(prepared, options)
-    return all(sidecar.is_made_of(one.data, one.sidecar, prepared.sources, made_with) for one in outputs.data_sets)
+    known = prepared.sources, prepared.made_with
+    return all(sidecar.is_made_of(one.data, one.sidecar, *known) for one in outputs.data_sets)
 
 
 def join_parts(outputs: Outputs, count: int, prepared: preparing.Prepared, options: ProcessDataOptions) -> None:
@@ -257,7 +253,7 @@ def write_companions(
     describe = partial(
         sidecar.describe_data_set,
         task=prepared.preparation.task,
-        made_with=describe_dependencies(prepared, options),
+        made_with=prepared.made_with,
         model_name_or_path=options.model_name_or_path,
         sources=prepared.sources,
         stop_token_id=prepared.stop_token_id,

@@ -222,6 +222,9 @@ def test_forms_of_a_row_fall_on_one_side():
         Chat([USER, one]) for one in (said("<think>A.</think>Five."), said("Five.", reasoning_content="A."))
     )
     assert list_said(inline) == list_said(keyed)
+    calls = {"tool_calls": [CALL]}
+    inline, keyed = (Chat([one]) for one in (said("<think>A.</think>", **calls), said(reasoning_content="A.", **calls)))
+    assert list_said(inline) == list_said(keyed)
 
 
 NULL = {"type": "function", "function": {"name": "add", "arguments": {"terms": ["2", {"n": None}]}}}

@@ -198,6 +198,12 @@ def list_parts(message: Message) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
+def text_of(message: Message) -> str:
+    """The text of a message's content; of a list, that of its text parts."""
+    parts = list_parts(message)
+    return "".join(part.get("text", "") for part in parts) if parts else message.get("content") or ""
+
+
 def is_text_part(part: Any) -> bool:
     """Whether this part of a content is {"type": "text", "text": ...}."""
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
@@ -319,11 +325,16 @@ class PreparedChat:
             return [message["content"] for message in self.messages]
         return [leaf.value for leaf in self.outline.leaves]
 
+    @cached_property
+    def tools_text(self) -> str:
+        """The tools as one text, for keys and searches."""
+        return repr(self.tools)
+
     @property
     def key(self) -> tuple[Any, ...]:
         """A key shared by conversations with the same outline."""
         texts = [(*message, message["role"]) for message in self.messages] if self.is_plain else [self.outline.text]
-        return (*sorted(self.unmasked), *texts, repr(self.tools))
+        return (*sorted(self.unmasked), *texts, self.tools_text)
 
 
 def prepare_chat(chat: Chat) -> PreparedChat:
@@ -337,12 +348,14 @@ def prepare_chat(chat: Chat) -> PreparedChat:
             raise ValueError(f"message {number} ({message['role']}) {error}") from None
         is_bare = message.keys().isdisjoint(ONLY_FOR_MASKING)
         messages.append(message if is_bare else {key: message[key] for key in message if key not in ONLY_FOR_MASKING})
-    if chat.tools and PLACEHOLDER.search(repr(chat.tools)):
-        raise ValueError("'tools' contain text that looks like a placeholder used for masking")
     num_images = sum(part == IMAGE_PART for message in messages for part in list_parts(message))
     if num_images != len(chat.images):
         raise ValueError(f"image parts: {num_images}, images: {len(chat.images)}")
-    return PreparedChat(messages, weights, chat.tools, all(map(is_simple, messages)), chat.images, chat.changes)
+    is_plain = all(map(is_simple, messages))
+    prepared = PreparedChat(messages, weights, chat.tools, is_plain, chat.images, chat.changes)
+    if chat.tools and PLACEHOLDER.search(prepared.tools_text):
+        raise ValueError("'tools' contain text that looks like a placeholder used for masking")
+    return prepared
 
 
 def read_weight(message: Message, by_default: bool) -> float:

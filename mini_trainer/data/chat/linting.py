@@ -17,7 +17,7 @@ from mini_trainer.data.chat.conversation import (
     PreparedChat,
     Remark,
     list_calls,
-    list_parts,
+    text_of,
 )
 from mini_trainer.data.chat.reasoning import ANY_TAG, OPENINGS, split_reasoning
 from mini_trainer.data.chat.rendering import EXCHANGE, prepare_contents, try_template
@@ -67,7 +67,7 @@ class Linter:
     def lint(self, located: Located, texts: Collection[Any], chat: PreparedChat | None = None) -> Located:
         """The row with remarks on what is doubtful in its `texts` (other values count for nothing) and in its messages.
         ValueError if it is to be refused."""
-        texts = [*texts, repr(chat.tools)] if chat is not None and chat.tools else texts
+        texts = [*texts, chat.tools_text] if chat is not None and chat.tools else texts
         found = [*located.remarks, *self.find_markers(texts), *(() if chat is None else lint_chat(chat))]
         for remark in found:
             if remark.kind in self.refused:
@@ -130,11 +130,6 @@ def lint_reasoning(message: Message) -> Iterator[Remark]:
         yield Remark(CUT)
     elif not begins or parts is None or ANY_TAG.search(parts[1]):
         yield Remark(TAGS, rendered=first[0])
-
-
-def text_of(message: Message) -> str:
-    parts = list_parts(message)
-    return "".join(part.get("text", "") for part in parts) if parts else message.get("content") or ""
 
 
 def function_of(called: Any) -> dict[str, Any]:

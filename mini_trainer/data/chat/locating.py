@@ -261,7 +261,7 @@ class TurnFinder:
         if not chat.tools:
             return
         roles = [message["role"] for message in chat.messages]
-        key = (repr(chat.tools), roles[0], roles[-1], frozenset(roles))
+        key = (chat.tools_text, roles[0], roles[-1], frozenset(roles))
         messages = chat.outline.messages
         if key not in self.written_tools and rendering.catch_error(
             self.renderer.render, [messages]
@@ -330,4 +330,5 @@ class PassageLocator:
             if chat.weights[span.message] > 0
         ]
         is_weighted = any(weight not in (0.0, 1.0) for weight in chat.weights)
-        return Located(text, passages, is_weighted, remarks=(*remarks, *unread))
+        changed = [conversation.Remark(conversation.NORMALIZED, rendered=change) for change in chat.changes]
+        return Located(text, passages, is_weighted, remarks=(*remarks, *unread, *changed))

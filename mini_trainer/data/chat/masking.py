@@ -243,8 +243,6 @@ class TemplateMasker:
         return conversation.prepare_chat(separate_reasoning(self.tokenizer, chat))
 
     def lint(self, located: Located, chat: PreparedChat) -> Located:
-        changed = tuple(conversation.Remark(conversation.NORMALIZED, rendered=change) for change in chat.changes)
-        located = replace(located, remarks=(*located.remarks, *changed)) if changed else located
         return self.labeller.linter.lint(located, chat.values, chat)
 
     @cached_property

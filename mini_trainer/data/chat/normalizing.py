@@ -45,9 +45,12 @@ def normalize(messages: Sequence[Any]) -> tuple[list[tuple[int, Any]], tuple[str
             continue
         where = f"message {number} ({given['role']})"
         message, change = read_piece({key: given[key] for key in given if says_something(key, given[key])}, where)
-        before = found[-1][1] if change is not None and found else None
-        if change is not None:
-            changes[change] = None
+        if change is None:
+            found.append((number, message))
+            is_piece = False
+            continue
+        changes[change] = None
+        before = found[-1][1] if found else None
         if continues(before, message, where):
             if not is_piece:
                 before = {**before, "tool_calls": read_calls(before.get("tool_calls", []), where)}
@@ -56,7 +59,7 @@ def normalize(messages: Sequence[Any]) -> tuple[list[tuple[int, Any]], tuple[str
             before.update(message)
         else:
             found.append((number, message))
-        is_piece = change is not None
+        is_piece = True
     for i, (number, message) in enumerate(found):
         if isinstance(message, dict) and message.get("role") == ASSISTANT:
             message, own = read_answer(message, f"message {number} ({ASSISTANT})")
@@ -168,21 +171,21 @@ def read_answer(message: Message, where: str) -> tuple[Message, list[str]]:
 def separate_reasoning(tokenizer: Any, chat: Chat) -> Chat:
     """The chat with reasoning out of the assistant's contents, if the chat template writes it from a key of its own.
     ValueError for reasoning on a channel that the template cannot write."""
-    messages = [message for message in chat.messages if message["role"] == ASSISTANT]
-    if CHANNELS in chat.changes and any(REASONING in one for one in messages) and not writes_reasoning(tokenizer):
+    is_separate = CHANNELS in chat.changes and any(REASONING in message for message in chat.messages)
+    if is_separate and not writes_reasoning(tokenizer):
         raise ValueError("has reasoning on a channel of its own, which the chat template does not write")
-    within = {id(message): take_out(message) for message in messages if REASONING not in message}
-    if not any(within.values()) or not writes_reasoning(tokenizer):
+    taken = [take_out(message) for message in chat.messages]
+    if not any(taken) or not writes_reasoning(tokenizer):
         return chat
-    return replace(
-        chat,
-        messages=[within.get(id(message)) or message for message in chat.messages],
-        changes=(*chat.changes, WITHIN),
-    )
+    messages = [other or message for other, message in zip(taken, chat.messages, strict=True)]
+    return replace(chat, messages=messages, changes=(*chat.changes, WITHIN))
 
 
 def take_out(message: Message) -> Message | None:
-    """The message with its content's reasoning under its key; None if the content has none, or no answer after it."""
+    """The assistant's message with its content's reasoning under its key; None for others, and for one whose content
+    has none, or no answer after it."""
+    if message["role"] != ASSISTANT or REASONING in message:
+        return None
     content = message.get("content")
     text = content if isinstance(content, str) else join_text(content) if len(content or ()) == 1 else None
     parts = split_reasoning(text) if text else None

@@ -17,7 +17,7 @@ from typing import Any
 
 from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.conversation import Chat, Located, Message, PreparedChat, Remark, TokenizedChat
-from mini_trainer.data.chat.linting import LEFT_OUT, text_of
+from mini_trainer.data.chat.linting import LEFT_OUT
 from mini_trainer.data.chat.reasoning import ANY_TAG, NO_REASONING, OPENINGS, THOUGHT
 from mini_trainer.data.chat.rendering import EXCHANGE, catch_error, make_tool, prepare_for, takes_parts
 from mini_trainer.data.chat.skeletons import Beginning, Render, Span, common_length
@@ -121,7 +121,7 @@ def lacks_words(text: str, span: Span, message: Message) -> bool:
     """Whether the turn lacks words of its message: reasoning under a key, or a part of the content beside tags."""
     if span.turn.lacks_reasoning:
         return True
-    content, written = text_of(message).strip(), text[span.opens : span.end]
+    content, written = conversation.text_of(message).strip(), text[span.opens : span.end]
     if content in written:
         return False
     return any(part.strip() not in written for part in ANY_TAG.split(content))

@@ -335,7 +335,7 @@ class ChatRenderer:
         by_tools: dict[str, list[int]] = {}
         for i, chat in enumerate(chats):
             if not isinstance(chat, ValueError):
-                by_tools.setdefault(repr(chat.tools), []).append(i)
+                by_tools.setdefault(chat.tools_text, []).append(i)
         for indices in by_tools.values():
             conversations, tools = [chats[i].messages for i in indices], chats[indices[0]].tools
             rendered = catch_error(self.render_marked, conversations, tools=tools)

@@ -101,7 +101,7 @@ def read_preference(values: Fields, options: RowOptions, tally: Counter[str]) ->
         refuse_unread(values, ("input",), "whole chats")
     messages = [] if is_whole else read_prompt(values, prompt_name, tally, ignored)
     beginning = [*chat_rows.read_system(values), *messages]
-    chat_rows.count_prompt(beginning)
+    chat_rows.count_prompt(beginning)  # refuses one that the answers continue
     read_side = read_whole_chat if is_whole else read_answer
     sides = [[*beginning, *read_side(side, name, tally, ignored)] for side, name in zip(answers, names, strict=True)]
     return build_preference(*sides, values, numbers)

@@ -4,7 +4,7 @@ tokens in place of rows."""
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Prepared:
     open_turns: set[str]
     notes: list[str]
     date: str | None  # that the chat template writes into rows; None if it writes none
+    made_with: dict[str, Any] = field(default_factory=dict)  # all that the data set depends on; set by process_data.py
 
 
 def prepare(options: ProcessDataOptions, sources: list[Source], today: str) -> Prepared:

@@ -155,9 +155,8 @@ def split_chat(chat: conversation.Chat, row: Fields) -> Prompt:
 def join_content(message: Message) -> str:
     """A message's text, or its tool calls as text if it has none."""
     content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
-    return content if content else str(message.get("tool_calls") or "")
+    is_said = content or isinstance(content, list)
+    return conversation.text_of(message) if is_said else str(message.get("tool_calls") or "")
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:

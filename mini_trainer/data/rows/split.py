@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mini_trainer.data.chat.conversation import ASSISTANT, REASONING_KEYS, Chat, Completion, Document, Example, Message
-from mini_trainer.data.chat.reasoning import split_reasoning
+from mini_trainer.data.chat.conversation import REASONING_KEYS, Chat, Completion, Document, Example, Message
+from mini_trainer.data.chat.normalizing import take_out
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.rows.chat_rows import join_parts
 from mini_trainer.data.rows.labelled import TextPair, Words
@@ -83,11 +83,10 @@ def list_said(example: AnyExample | str | TextPair | Words | list[Message]) -> A
 
 def list_message(message: dict[str, Any]) -> list[Any]:
     """Role, content, reasoning, and calls with their names and arguments. Parts of a content are joined."""
+    message = take_out(message) or message
     content = message.get("content") or ""
     content = join_parts(content, "") if isinstance(content, list) else content
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
-    if message["role"] == ASSISTANT and reasoning is None and (parts := split_reasoning(content)) and all(parts):
-        reasoning, content = parts
     calls = [call.get("function") or call for call in message.get("tool_calls") or []]
     return [message["role"], content, reasoning, [list_call(call) for call in calls]]
 

@@ -143,10 +143,9 @@ HOW_ONLY = ("input_file", "num_proc")  # options that do not affect the content 
 def find_outputs(options: RowOptions, model_dir: str, *, cache_dir: Path, trust_remote_code: bool) -> Outputs:
     """Paths of the tokenized rows, existing or not. Reads all files of rows; ValueError if that fails."""
     tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
-    dependencies = describe_dependencies(
-        options, ContentOptions(), tokenizer=tokenizer, model_dir=model_dir, date=None
-    )  # a data set keeps the date on which it was made
-    key = hash_json([identify_rows(options), dependencies])
+    # Without a date: a data set keeps the one on which it was made.
+    made_with = describe_dependencies(options, ContentOptions(), tokenizer=tokenizer, model_dir=model_dir, date=None)
+    key = hash_json([identify_rows(options), made_with])
     data = cache_dir / key[:KEY_LENGTH] / f"{name_rows(options)}.arrow"
     return Outputs(data, page=None, is_split=options.validation_share is not None)
 
