@@ -47,9 +47,16 @@ lint: .venv/installed-test .venv/installed-ruff .venv/installed-pyrefly
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 
-# One environment, which every command extends by what it needs.
+# One environment, which every command extends by what it needs; made anew for another Python.
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifneq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11))'),True)
+$(error $(PYTHON) is $(if $(VERSION),Python $(VERSION),no Python), and mini_trainer needs 3.11 or newer: make PYTHON=python3.12)
+endif
+ifeq ($(shell grep -E '^version(_info)? = $(VERSION)\.' .venv/pyvenv.cfg 2>/dev/null),)
+.PHONY: .venv/pyvenv.cfg
+endif
 .venv/pyvenv.cfg:
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv --clear .venv
 
 .venv/installed-ruff .venv/installed-pyrefly .venv/installed-zensical: .venv/installed-%: .venv/pyvenv.cfg constraints.txt
 	./examples/quickstart/install.sh $*

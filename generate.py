@@ -26,7 +26,7 @@ from mini_trainer.distributed.world import World, call_with_world
 from mini_trainer.options import flatten_options
 from mini_trainer.use.inference import answers
 from mini_trainer.use.inference.engine import Engine, open_engine
-from mini_trainer.use.inference.loading import find_answering_model
+from mini_trainer.use.inference.loading import find_given_model
 from mini_trainer.use.inference.terminal import chat
 
 
@@ -55,16 +55,7 @@ def generate(options: GenerateOptions, world: World) -> None:
 
 
 def open_model(options: GenerateOptions, world: World) -> Engine:
-    found = None
-    if options.engines.engine != "openai":
-        found = find_answering_model(
-            options.model,
-            adapter=options.adapter,
-            revision=options.model_revision,
-            trust_remote_code=options.trust_remote_code,
-        )
-        if not options.skip_verification:
-            found.verify()
+    found = None if options.engines.engine == "openai" else find_given_model(options)
     return open_engine(found, options.model, options.engines, options.sampling, device=world.device)
 
 

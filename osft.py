@@ -127,19 +127,11 @@ class OSFTLinear(nn.Module):
 
 @torch.no_grad()
 def fill_layer(
-    layer: OSFTLinear,
-    name: str,
-    readers: Readers,
-    subspace: dict[str, Tensor],
-    *,
-    num_earlier: int = 0,
-    world: World,
+    layer: OSFTLinear, name: str, readers: Readers, subspace: dict[str, Tensor], *, num_earlier: int = 0, world: World
 ) -> None:
     """Fills a meta layer, except its bias: W0, a zero update and directions, from rank 0's `readers` and `subspace`.
-
     `subspace` is that of `make_subspace`. After earlier tasks, which keep `num_earlier` directions, its basis holds the
-    others, (s, s - num_earlier), and `U_earlier` (L, num_earlier) what they keep of the output side.
-    """
+    others, (s, s - num_earlier), and `U_earlier` (L, num_earlier) what they keep of the output side."""
     weight = None
     if world.rank == 0:
         weight = readers.pop(f"{name}.weight")()

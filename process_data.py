@@ -124,15 +124,10 @@ def write_data_set(
         make_parent(path)
     with written_aside(*outputs.in_order) as asides:
         aside = dict(zip(outputs.in_order, asides, strict=True))
-        with closing(results), open_own(aside[outputs.rejected], "wb") as rejected_rows:
+        with closing(results), open_own(aside[outputs.rejected], "wb") as rejected:
             paths = [aside[files.data] for files in outputs.data_sets]
             sides, reasons = write_data(
-                paths,
-                results=results,
-                num_bytes=num_bytes,
-                prepared=prepared,
-                options=options,
-                rejected_rows=rejected_rows,
+                paths, results=results, num_bytes=num_bytes, prepared=prepared, options=options, rejected=rejected
             )
         check_interrupt()
         totals = report.add_up(sides)
@@ -220,8 +215,7 @@ def are_joined(outputs: Outputs, prepared: preparing.Prepared) -> bool:
 
 
 def join_parts(outputs: Outputs, count: int, prepared: preparing.Prepared, options: ProcessDataOptions) -> None:
-    """Writes the data set from its parts, and removes them. ValueError if some are missing, or of another
-    configuration."""
+    """Writes the data set from its parts, and removes them. ValueError for missing ones, or other configurations."""
     directory = parts.name_directory(outputs.data)
     with parts.joining(directory):
         made = parts.list_parts(directory, count)
@@ -296,7 +290,7 @@ def write_data(
     num_bytes: int,
     prepared: preparing.Prepared,
     options: ProcessDataOptions,
-    rejected_rows: BinaryIO,
+    rejected: BinaryIO,
 ) -> tuple[list[report.Totals], list[str]]:
     """Writes samples to the `paths` of their sides, and rejected rows, as they come. Returns each side's totals, and
     the first reasons of rejected rows."""
@@ -317,7 +311,7 @@ def write_data(
             check_interrupt()
             for writer, side in zip(writers, result.sides, strict=True):
                 writer.add(side)
-            rejected_rows.write(result.rejected)
+            rejected.write(result.rejected)
             reasons += result.reasons[: NUM_REASONS_SHOWN - len(reasons)]
             advance(sum(side.totals.rows["in"] for side in result.sides), result.num_bytes)
         for writer in writers:

@@ -246,10 +246,8 @@ def count_steps(
     data: Mixture, batching: Batching, end: EndOptions, *, seed: int, start: RunPosition = RunPosition()
 ) -> int | None:
     """The run's number of steps, including those before `start`, up to the first given end; None without an end.
-
     Computed, not counted: with C(n) tokens in the stream's first n samples, a run from its beginning to its n-th sample
-    takes ceil(n / --batch-size) steps, or floor(C(n - 1) / --batch-tokens) + 1.
-    """
+    takes ceil(n / --batch-size) steps, or floor(C(n - 1) / --batch-tokens) + 1."""
     epoch_length = len(data.kept)
     num_samples = [n for n in (end.max_samples, None if end.max_epochs is None else end.max_epochs * epoch_length) if n]
     if end.max_tokens is not None:
@@ -358,11 +356,9 @@ def prefetch(items: Iterator[Item], *, depth: int = 2) -> Iterator[Item]:
 
 
 def collect_garbage_between(items: Iterator[Item], *, every: int = 100) -> Iterator[Item]:
-    """Yields `items`, with Python's garbage collector running only before each `every`-th of them.
-
-    Otherwise it runs in the middle of some step, on another rank each time, and all others wait. Objects that exist at
-    the start are never scanned again, not even after the last item, as the run ends then.
-    """
+    """Yields `items`, with Python's garbage collector running only before each `every`-th of them. Otherwise it runs in
+    the middle of some step, on another rank each time, and all others wait. Objects that exist at the start are never
+    scanned again, not even after the last item, as the run ends then."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -25,10 +25,14 @@ if __name__ == "__main__":
         from mini_trainer.run.plan.planner import plan_run
 
         exit_process(plan_run(options))
+    from mini_trainer.run.preflight import begin
+
+    begin(options)
     control = RunControl(hang_timeout=options.end.hang_timeout, max_seconds=parse_duration(options.end.max_time))
     control.start()
     pause_collector()
 
+import functools
 import time
 
 import torch.distributed as dist
@@ -117,7 +121,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     cap = step_options.data.max_tokens_per_gpu
     meter = StepMeter(calendar.epoch_length, cap, flops, peak, inputs.objective)
     training_log = run.open_log(inputs, options.tracking, num_validations=validations.num_done)
-    exports = Exports(options.exports, options.hub, inputs, world, control, training_log)
+    rescue = functools.partial(run.rescue, validations.describe)
+    exports = Exports(options.exports, options.hub, inputs, world, control, training_log, rescue=rescue)
     if run.checkpoint and exports.is_missing(position, calendar, num_steps=num_steps):
         exports.write(state, position)
     if validations.is_first_missing:

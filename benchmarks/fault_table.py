@@ -384,13 +384,12 @@ FAULTS = [
     Fault("the stop file", stop_file, USER, "the stop file; saved"),
     Fault("a stop file from before", refused, USER, "the stop file; saved",
           before=lambda run: (run.output_dir / "stop").touch(), prompt=False),
-    # A stopped rank cannot end by itself, and is not woken: torchrun kills it, 30 s after it has told it to end.
-    Fault("a second signal, in a step that does not end", second_signal, {"interrupted"}, "ended without saving",
-          (2, 4), prompt=False),
+    # A stopped rank cannot end by itself, and is not woken: another one of its host kills it.
+    Fault("a second signal, in a step that does not end", second_signal, {"interrupted"}, "without saving", (2, 4)),
     Fault("a rank raises", injected, {"failed"}, "error: rank 1 .*injected: a bug of rank 1", (2, 4),
           env={"PYTHONPATH": "{root}:" + str(ROOT)}),
     Fault("SIGSTOP of a rank, --hang-timeout 6", signals(signal.SIGSTOP, "one"), {"hang"},
-          r"rank \d .*sent no heartbeat", (2, 4), options=dict(hang_timeout=HANG_TIMEOUT), prompt=False),
+          r"rank \d .*sent no heartbeat", (2, 4), options=dict(hang_timeout=HANG_TIMEOUT)),
     Fault("out of memory on one rank", limit_memory, {"out_of_memory"}, "out of memory in .*lower --max-tok"),
     Fault("disk full, before a save", fill_disk(32 << 20), IO, r"no room for .*needs [\d,]+ bytes.*has [\d,]+ free",
           after=remove_ballast),
@@ -510,7 +509,8 @@ def no_valid_checkpoint(run: Run, table: Table) -> None:
     for path in run.output_dir.glob("checkpoints/step_*/rank_00000.safetensors"):
         os.truncate(path, path.stat().st_size - 1)
     words = "no valid checkpoint is left"
-    fault = Fault("every checkpoint is damaged", refused, {"no_valid_checkpoint"}, words, prompt=False)
+    more = dict(max_steps=run.num_steps + 1)  # else the run is done
+    fault = Fault("every checkpoint is damaged", refused, {"no_valid_checkpoint"}, words, prompt=False, options=more)
     outcome, problems = suffer(run, fault)
     table.add(fault.name, run.num_ranks, "-", outcome, "-", problems)
 

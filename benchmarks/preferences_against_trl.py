@@ -20,7 +20,6 @@ ROOT = paths.ROOT
 from harness import describe_versions
 from plain_preferences import measure_plainly
 from preference_cases import CASES, NUM_ROWS, Case, Inputs, Measured, make_inputs, run_script
-from reward_padding import describe_padding
 
 RESULTS = ROOT / "benchmarks/results/preferences.txt"
 MOMENT = "optimizer/exp_avg/model."  # prefix of a checkpoint's tensors
@@ -79,9 +78,6 @@ def main() -> None:
     for case, run in zip(CASES, runs, strict=True):
         lines.append(compare(case, inputs, run))
         print(lines[-1], flush=True)
-    for number, case in enumerate(CASES):
-        if case.name == "reward" and not case.theirs and case.data in ("pairs", "texts"):
-            lines += ["", *describe_padding(case, inputs, runs[number])]
     text = "\n".join(lines) + "\n"
     print(text)
     RESULTS.write_text(text)

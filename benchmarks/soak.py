@@ -3,7 +3,7 @@
     python benchmarks/soak.py --minutes 60 --seed 1
     python benchmarks/soak.py --starts forked --kills 1000 --minutes 120
     python benchmarks/soak.py --starts forked --kills 200 --minutes 120 --ranks 4
-    python benchmarks/soak.py --starts forked --kills 60 --minutes 60 --kinds dpo kto reward
+    python benchmarks/soak.py --starts mini-trainer --kills 40 --minutes 60 --ranks 2 3 --stops
 
 Every run is the real program on a tiny model: a fresh directory, kills of all ranks, one rank or torchrun (SIGKILL),
 most of them aimed at the moment in which a checkpoint or an export is being written, until the run comes to its end.
@@ -14,7 +14,8 @@ feedback (KTO) and a reward model. DPO and KTO begin every run with scoring the 
 kills are aimed at that until it is done; before half of the later starts the scores are removed. Prints a line for each
 run and a table; exits with 1 if anything was not as promised, and keeps the directory then.
 
-With `--starts torchrun` a start is what a user starts, and most of its time is importing. With `--starts forked` its
+With `--stops` a rank is stopped (SIGSTOP) once the ranks know each other; nothing wakes it: another one has to end it.
+With `--starts torchrun` and `mini-trainer` a start is what a user starts, mostly imports. With `--starts forked` its
 ranks are forked from a process that has imported everything (tests/runs/forked.py), and there is no torchrun: when a
 rank is killed, the others have to end by themselves. Only before the ranks are tied together nothing but torchrun could
 end them, and a SIGTERM is sent in its place.
@@ -54,7 +55,7 @@ from tiny_vision import make_rows, save_vision_model, tokenize
 from mini_trainer.run.references import PART_SIZE
 
 NUM_STEPS, BATCH_SIZE, KILLS_PER_RUN = 100, 8, 25
-SECONDS_TO_BE_GONE = 10
+SECONDS_TO_BE_GONE, HANG_TIMEOUT = 10, 10
 SECONDS_TO_MOMENT = 180  # for a start to come to the moment at which it is to be killed, on a busy machine
 
 
@@ -72,6 +73,8 @@ LAYOUTS = [
     Layout(1, True),
     Layout(2, False),
     Layout(2, True),
+    Layout(3, False),
+    Layout(3, True),
     Layout(4, True),
     Layout(4, True, "dora"),
     Layout(4, False, "dora"),
@@ -110,14 +113,18 @@ def make_arguments(inputs: dict[str, Path], output_dir: Path, layout: Layout) ->
         **inputs, **KINDS[layout.kind], output_dir=output_dir, batch_size=BATCH_SIZE, max_steps=NUM_STEPS,
         learning_rate=1e-3, checkpoint_every_steps=5, min_samples_per_checkpoint=16 * BATCH_SIZE,
         async_checkpoint=layout.is_async, activation_checkpointing="none", data_weights=(2, 1), validate_every_steps=8,
+        hang_timeout=HANG_TIMEOUT,
     )  # fmt: skip
     return [str(ROOT / "train.py"), *argv]
 
 
-def start(num_ranks: int, argv: Sequence[str], output_dir: Path, *, is_forked: bool) -> Job | ForkedJob:
+def start(num_ranks: int, argv: Sequence[str], output_dir: Path, *, starts: str) -> Job | ForkedJob:
     """One rank is `python train.py`, or what is forked in its place."""
-    if is_forked:
+    if starts == "forked":
         return ForkedJob(num_ranks if num_ranks > 1 else 0, argv, output_dir)
+    if starts == "mini-trainer":
+        words = ["-m", "mini_trainer", "train", f"--nproc-per-node={num_ranks}", *argv[1:]]
+        return Job([sys.executable, *words], output_dir)
     return Job([sys.executable, *argv] if num_ranks == 1 else torchrun(num_ranks, *argv), output_dir)
 
 
@@ -188,8 +195,9 @@ class Reference:
 
 
 class Soak:
-    def __init__(self, root: Path, seed: int, *, is_forked: bool, layouts: Sequence[Layout] = LAYOUTS):
-        self.root, self.random, self.is_forked = root, random.Random(seed), is_forked
+    def __init__(self, root: Path, seed: int, *, starts: str, stops: bool = False, layouts: Sequence[Layout] = LAYOUTS):
+        self.root, self.random, self.starts, self.stops = root, random.Random(seed), starts, stops
+        self.is_forked = starts == "forked"
         self.inputs = make_inputs(root, {layout.kind for layout in layouts})
         self.references: dict[tuple[int, str], Reference] = {}
         self.tallies = {(layout.num_ranks, layout.kind): Tally() for layout in layouts}
@@ -202,7 +210,7 @@ class Soak:
             forget_reference(self.root)
             output_dir = self.root / f"reference_{num_ranks}_{kind}"
             argv = make_arguments(self.inputs[kind], output_dir, Layout(num_ranks, False, kind))
-            job = start(num_ranks, argv, output_dir, is_forked=self.is_forked)
+            job = start(num_ranks, argv, output_dir, starts=self.starts)
             begin = time.monotonic()
             wait_until(job, lambda: says(job, TO_SCORE) or says(job, SCORED))
             scoring = time.monotonic()
@@ -227,7 +235,7 @@ class Soak:
         while True:
             if kind in SCORING_KINDS and self.is_scored(kind) and self.random.random() < 0.5:
                 forget_reference(self.root)  # also in the middle of a run, whose weights are no longer the reference's
-            job = start(num_ranks, argv, output_dir, is_forked=self.is_forked)
+            job = start(num_ranks, argv, output_dir, starts=self.starts)
             is_killed = kills < KILLS_PER_RUN and may_kill() and self.kill(job, layout)
             job.process.wait(timeout=600)
             self.check_start(job, tally, expected=expected, begun=begun)
@@ -266,20 +274,22 @@ class Soak:
         # Who is killed.
         ranks = self.find_ranks(job, num_ranks)
         targets = ["all", "one rank"] if self.is_forked else ["all", "one rank", "torchrun"]
+        is_tied, is_scoring = says(job, TIED), says(job, TO_SCORE) and not says(job, SCORED)
         target = self.random.choice(targets) if len(ranks) == num_ranks > 1 else "all"
+        is_stopped = self.stops and len(ranks) == num_ranks > 1 and is_tied
+        target, seconds = ("one rank", 1.1 * HANG_TIMEOUT + 2) if is_stopped else (target, 0)
         pids = {"all": {job.process.pid, *ranks}, "one rank": {self.random.choice(ranks or [0])}}
         victims = pids.get(target, {job.process.pid})
-        is_tied, is_scoring = says(job, TIED), says(job, TO_SCORE) and not says(job, SCORED)
-        send(signal.SIGKILL, victims)
+        send(signal.SIGSTOP if is_stopped else signal.SIGKILL, victims)
         killed = time.monotonic()
         if target == "one rank" and self.is_forked and not is_tied:
             send(signal.SIGTERM, set(ranks) - victims)
 
         # When the others are gone, and what they have said.
-        while any(map(is_alive, ranks)) and time.monotonic() < killed + SECONDS_TO_BE_GONE:
+        while any(map(is_alive, ranks)) and time.monotonic() < killed + seconds + SECONDS_TO_BE_GONE:
             time.sleep(0.01)
         tally.seconds_to_be_gone.append(time.monotonic() - killed)
-        tally.counts.update(["kills", f"of {target}"])
+        tally.counts.update(["kills", f"of {target}", *(["stops"] if is_stopped else [])])
         survivors = list(filter(is_alive, ranks))
         if survivors:
             self.bad(tally, job, f"{target} killed: {len(survivors)} ranks still there after {SECONDS_TO_BE_GONE} s")
@@ -352,7 +362,7 @@ class Soak:
         path = job.output_dir / "exit.json"
         name = json.loads(path.read_text())["name"] if path.exists() else "none"
         self.endings[name] += 1
-        if name not in ("peer_died", "done"):
+        if name not in ("peer_died", "done", *(["hang"] if self.stops else [])):
             self.bad(tally, job, f"exit.json says {name}")
 
     def bad(self, tally: Tally, job: Job | ForkedJob, what: str) -> None:
@@ -448,13 +458,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000, help="so many, rounded up to an equal share of each layout")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="only layouts on so many")
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="only layouts of these kinds")
-    parser.add_argument("--starts", choices=("torchrun", "forked"), default="torchrun")
+    parser.add_argument("--starts", choices=("torchrun", "mini-trainer", "forked"), default="torchrun")
+    parser.add_argument("--stops", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     os.environ |= ENV  # which forked processes have from this one
     root = Path(tempfile.mkdtemp(prefix="soak_"))
     layouts = [layout for layout in LAYOUTS if layout.num_ranks in options.ranks and layout.kind in options.kinds]
-    soak = Soak(root, options.seed, is_forked=options.starts == "forked", layouts=layouts)
+    soak = Soak(root, options.seed, starts=options.starts, stops=options.stops, layouts=layouts)
     begin, share = time.monotonic(), -(-options.kills // len(layouts))
     for number in itertools.count():
         layout = min(layouts, key=soak.kills.__getitem__)
@@ -465,7 +476,8 @@ def main() -> None:
         if not may_kill():
             break
         soak.run_once(number, layout, may_kill)
-    print(f"seed {options.seed}, {options.starts} starts, {(time.monotonic() - begin) / 60:.0f} minutes")
+    stops = f", {soak.total().counts['stops']} of the kills are stops" * options.stops
+    print(f"seed {options.seed}, {options.starts} starts{stops}, {(time.monotonic() - begin) / 60:.0f} minutes")
     soak.print_table()
     if soak.total().counts["bad"]:
         sys.exit(f"not as promised; {root} is kept")

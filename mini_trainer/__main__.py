@@ -11,7 +11,6 @@ becomes: it hands on signals, waits for the ranks to save, and ends with the exi
 import difflib
 import importlib.metadata
 import json
-import logging
 import os
 import runpy
 import signal
@@ -208,6 +207,7 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
     from mini_trainer.data.stores.disk import identify_file
     from mini_trainer.distributed.children import find_this_package, hand_on_warning, name_module
     from mini_trainer.distributed.ending import EXIT_FILE
+    from mini_trainer.distributed.launcher import count_machines, launch
     from mini_trainer.distributed.process import raise_open_file_limit
     from mini_trainer.options.command_line import parse_options
     from mini_trainer.options.reading import read_document
@@ -219,53 +219,19 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
     # What cannot be used is refused once, and not by every rank.
     options = parse_options(PROGRAMS[word].read_options())
     exit_file = Path(options.output_dir) / EXIT_FILE if word == "train" else None  # train.py alone writes one
+    if word == "train" and count_machines(torchrun_options) == 1 and not options.plan.dry_run:
+        from mini_trainer.run.preflight import begin
+
+        begin(options)
     before = exit_file and identify_file(exit_file)
-    import_quiet_torch()
-    try:
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.run import main as torchrun
-
-        from mini_trainer.distributed.meeting import NO_AGENT_STORE
-
-        # Its reports of signals, of ranks that have failed, and of other machines that have ended, below what the ranks
-        # print. The imports set these loggers' levels.
-        for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
-            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-        flags = [f"--{name}={value}" for name, value in torchrun_options.items()]
-        os.environ |= find_this_package()
-        if ":" in torchrun_options.get("nnodes", ""):
-            os.environ[NO_AGENT_STORE] = "1"  # with it a machine could not join later
-        torchrun([*flags, "--no-python", *name_module(f"mini_trainer.{PROGRAMS[word].module}"), *argv])
-        killed_by = None
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            return failure.exitcode  # every rank of a run ends with the run's code
-        print(f"error: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
-        killed_by = -failure.exitcode
-    except SignalException as error:
-        killed_by = int(error.sigval)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except (ValueError, AssertionError) as error:  # what torchrun says of an option's value
-        refuse(f"torchrun: {error}")
+    os.environ |= find_this_package()
+    code, message = launch(torchrun_options, [*name_module(f"mini_trainer.{PROGRAMS[word].module}"), *argv])
     # The ranks of a run end together, and write why: for torchrun, a stop that was asked for is no failure.
     if exit_file is not None and exit_file.exists() and identify_file(exit_file) != before:
         return read_document(exit_file)["code"]
-    return 0 if killed_by is None else 128 + killed_by
-
-
-def import_quiet_torch() -> None:
-    """Imports torch without this process's warnings of lost connections: at the end of a run they would come, with
-    stacks, below what the ranks have said. The ranks keep theirs."""
-    level = "TORCH_CPP_LOG_LEVEL"  # read by the import
-    if level in os.environ:
-        return
-    os.environ[level] = "ERROR"
-    import torch  # noqa: F401
-
-    del os.environ[level]
+    if message:
+        print(f"error: {message}", file=sys.stderr)
+    return code
 
 
 def end_with(parent: int) -> None:

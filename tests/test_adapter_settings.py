@@ -59,6 +59,11 @@ def merge(inputs: dict[str, str], adapter: Path, output_dir: Path, world) -> tor
     return logits_of(AutoModelForCausalLM.from_pretrained(output_dir, dtype=torch.float32))
 
 
+def load_to_answer(inputs: dict[str, str], adapter: Path) -> torch.nn.Module:
+    found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
+    return load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
+
+
 FOLLOWED_CASES = [
     ("llama", dict(rank_pattern={"down_proj": 2, "layers.1.self_attn.q_proj": 7})),
     ("llama", dict(alpha_pattern={"q_proj": 32}, rank_pattern={"q_proj": 3}, use_rslora=True)),
@@ -143,9 +148,7 @@ def test_an_adapter_beside_changed_weights_is_refused_and_peft_computes_it(init,
     given = dict(lora_adapter=str(adapter), lora_rank=None, lora_alpha=None)
     with pytest.raises(ValueError, match=f"--lora-adapter .*init_lora_weights '{init}'"):
         train(world, inputs, tmp_path / "run", **given)
-    found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
-    model = load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
-    torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(load_to_answer(inputs, adapter)), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=f"--engine vllm: --adapter .*init_lora_weights '{init}'"):
         check_settings(adapter, flag="--engine vllm: --adapter", runner="vllm")
 
@@ -233,9 +236,7 @@ def test_a_config_that_is_no_config_is_one_message(text, tmp_path):
 def test_settings_that_peft_alone_follows_are_generated_with(settings, world, tmp_path):
     inputs, adapter = make_inputs(tmp_path, "llama_tied_bias"), tmp_path / "given"
     expected = make_adapter(inputs, adapter, **WITH_BIAS | settings)
-    found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
-    model = load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
-    torch.testing.assert_close(logits_of(model), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(load_to_answer(inputs, adapter)), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=f"^--adapter .*: {next(iter(settings))}: "):
         merge(inputs, adapter, tmp_path / "merged", world)
 
@@ -245,7 +246,6 @@ def test_a_file_with_more_or_less_than_its_settings_say_is_refused(world, tmp_pa
     make_adapter(inputs, adapter)
     tensors = load_file(adapter / "adapter_model.safetensors")
     first = min(tensors)
-    found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
     cases = [
         ({name: tensor for name, tensor in tensors.items() if name != first}, "missing"),
         (tensors | {first.replace("layers.0", "layers.9"): tensors[first].clone()}, "unexpected"),
@@ -253,7 +253,7 @@ def test_a_file_with_more_or_less_than_its_settings_say_is_refused(world, tmp_pa
     for written, what in cases:
         save_file(written, adapter / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=f"^--adapter {adapter}: .*{what}"):
-            load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
+            load_to_answer(inputs, adapter)
         with pytest.raises(RunError, match=f"^adapter {adapter}: .*--model-name-or-path: 1 {what}"):
             merge(inputs, adapter, tmp_path / "merged", world)
 
@@ -298,9 +298,8 @@ def test_a_pattern_that_is_slow_on_other_names_of_the_model_is_refused_too(world
     message = r"adapter_config.json: target_modules .*: .*0\.2 seconds"
     with pytest.raises(ValueError, match=message):
         merge(inputs, adapter, tmp_path / "merged", world)
-    found = find_answering_model(inputs["model_name_or_path"], adapter=str(adapter))
     with pytest.raises(ValueError, match=message):
-        load_answering_model(found, dtype=torch.float32, device=torch.device("cpu"))
+        load_to_answer(inputs, adapter)
 
 
 def test_a_pattern_of_ones_own_has_the_same_limit(monkeypatch):

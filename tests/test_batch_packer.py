@@ -62,20 +62,6 @@ def solve_by_brute_force(lengths, cap, num_ranks, attention_cost, images=None):
 
 @untimed
 @given(packing_problems())
-@example(([5], 5, 4, 0.0))
-@example(([7] * 50, 21, 3, 0.0))
-@example(([100] + [1] * 40, 100, 2, 1.0))  # an outlier fixes the cost of a step
-def test_table_keeps_the_contract(problem):
-    lengths, cap, num_ranks, attention_cost = problem
-    table = pack_batch(lengths, cap, num_ranks, attention_cost)
-    assert sorted(i for step in table for indices in step for i in indices) == list(range(len(lengths)))
-    assert all(len(step) == num_ranks for step in table)
-    assert all(sum(lengths[i] for i in indices) <= cap for step in table for indices in step)
-    assert all(any(step) for step in table), "a step in which every rank idles"
-
-
-@untimed
-@given(packing_problems())
 def test_steps_lie_between_the_bound_and_first_fit_decreasing(problem):
     lengths, cap, num_ranks, attention_cost = problem
     steps = len(pack_batch(lengths, cap, num_ranks, attention_cost))
@@ -89,7 +75,6 @@ def test_steps_lie_between_the_bound_and_first_fit_decreasing(problem):
 def test_same_lengths_give_the_same_table(problem, random):
     lengths, cap, num_ranks, attention_cost = problem
     table = pack_batch(lengths, cap, num_ranks, attention_cost)
-    assert table == pack_batch(np.array(lengths, np.int32), cap, num_ranks, attention_cost)
     shuffled = random.sample(lengths, len(lengths))
     by_length = [
         [[shuffled[i] for i in indices] for indices in step]
@@ -177,13 +162,6 @@ def test_step_costs_are_summed_over_the_costliest_ranks():
     assert sum_step_costs([[[0], [1, 2]], [[], [3]]], [5, 2, 1, 4], attention_cost=0.5) == 5 + 12.5 + 4 + 8
 
 
-def test_the_costliest_step_is_first():
-    lengths = np.random.default_rng(2).integers(1, 100, 200)
-    costs = [sum_step_costs([step], lengths) for step in pack_batch(lengths, 200, 4)]
-    assert len(costs) > 10
-    assert costs == sorted(costs, reverse=True)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -212,24 +190,26 @@ def draw_images(lengths, cap, seed, share=0.6):
     return SampleLoad(patches, 0.2 * patches + 0.002 * patches**2, cap)
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=40)
-@given(packing_problems(), st.none() | st.integers(1, 400), st.integers(0, 99))
+@untimed
+@given(packing_problems(), st.none() | st.integers(1, 400), st.none() | st.integers(0, 99))
+@example(([5], 5, 4, 0.0), None, None)
+@example(([7] * 50, 21, 3, 0.0), None, None)
+@example(([100] + [1] * 40, 100, 2, 1.0), None, None)  # an outlier fixes the cost of a step
 @example(([5, 5], 10, 1, 0.0), 4, 0)
-def test_tables_with_images_keep_both_caps(problem, image_cap, seed):
+def test_table_keeps_the_contract(problem, image_cap, seed):
     lengths, cap, num_ranks, attention_cost = problem
-    images = draw_images(lengths, image_cap, seed)
+    images = None if seed is None else draw_images(lengths, image_cap, seed)
     table = pack_batch(lengths, cap, num_ranks, attention_cost, images)
     assert sorted(i for step in table for indices in step for i in indices) == list(range(len(lengths)))
-    assert all(len(step) == num_ranks and any(step) for step in table)
+    assert all(len(step) == num_ranks for step in table)
     assert all(sum(lengths[i] for i in indices) <= cap for step in table for indices in step)
-    if image_cap is not None:
-        assert all(images.patches[indices].sum() <= image_cap for step in table for indices in step)
-    most = max(-(-sum(lengths) // cap), -(-int(images.patches.sum()) // (image_cap or 10**9)))
-    assert len(table) >= -(-most // num_ranks)
+    assert all(any(step) for step in table), "a step in which every rank idles"
     assert table == pack_batch(np.array(lengths, np.int32), cap, num_ranks, attention_cost, images)
     loads = [max(sum_step_costs([[cell]], lengths, attention_cost, images) for cell in step) for step in table]
-    assert all(before >= after * (1 - 1e-9) for before, after in pairwise(loads))
+    assert all(before >= after * (1 - 1e-9) for before, after in pairwise(loads)), "the costliest step is not first"
+    if images is not None and image_cap is not None:
+        assert all(images.patches[indices].sum() <= image_cap for step in table for indices in step)
+        assert len(table) >= -(-int(images.patches.sum()) // (image_cap * num_ranks))
 
 
 def test_random_small_tables_with_images_need_the_fewest_steps_and_nearly_the_least_cost():

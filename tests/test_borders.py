@@ -68,6 +68,8 @@ def test_what_would_not_decode_to_the_rows_text_is_refused(monkeypatch):
 
 def test_answers_of_chats_are_trained_whole(tokenizer):
     masker = ChatMasker(tokenizer)
+    if tokenizer.unk_token_id not in tokenizer("It is 4.")["input_ids"]:  # has all characters of the check's chats
+        assert len(masker.check_template()) <= 1
     question = {"role": "user", "content": "Q? "}
     prompt = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True)["input_ids"]
     for answer in ("Lima", "yes"):

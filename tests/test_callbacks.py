@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from forked import run_forked, succeed
 from in_process import end_here, print_plan
 from processes import ENV, ROOT, flags
 from scripted_callbacks import SCRIPT, OnAllRanks, Scripted, read_calls, read_metrics
-from small_runs import OPTIONS, TIMES, load_checkpoint, read_rows
+from small_runs import OPTIONS, TIMES, check_same
 
 from mini_trainer import Callback, TorchrunArgs, TrainingArgs, run_training
 from mini_trainer.api.commands import make_environment, make_train_words
@@ -51,14 +50,6 @@ def undisturbed(inputs, world, tmp_path_factory) -> Path:
     return output_dir
 
 
-def check_equal(run: Path, other: Path) -> None:
-    """The same metrics in every step, and the same weights and optimizer state, to the bit."""
-    assert read_rows(run) == read_rows(other)
-    tensors, others = (load_checkpoint(path / "checkpoints" / f"step_{STEPS}") for path in (run, other))
-    assert tensors.keys() == others.keys()
-    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
-
-
 def list_checkpoints(run: Path) -> set[str]:
     return {path.name for path in (run / "checkpoints").glob("step_*")}
 
@@ -91,7 +82,7 @@ def test_a_stop_that_is_asked_for_ends_the_next_step_and_the_resumed_run_is_the_
     assert read_calls(run)[-3:] == ["step 3", "checkpoint step_3", "end a callback"]
     assert play({})[1:] == (ExitCode.DONE, "done")
     assert read_calls(run)[-4:] == ["start 3/4", "step 4", "checkpoint step_4", "end None"]
-    check_equal(run, undisturbed)
+    check_same(undisturbed, run, step=STEPS, has_exports=False)
 
 
 def test_a_checkpoint_and_an_export_are_made_once_after_the_next_step(play, undisturbed, caplog):
@@ -104,7 +95,7 @@ def test_a_checkpoint_and_an_export_are_made_once_after_the_next_step(play, undi
     ]  # fmt: skip
     (late,) = [message for message in caplog.messages if message.startswith("warning: too late")]
     assert f"{SCRIPTED}, on_step after step 4 asked for EXPORT" in late and "STOP" not in caplog.text
-    check_equal(run, undisturbed)
+    check_same(undisturbed, run, step=STEPS, has_exports=False)
 
 
 def test_checkpoints_written_in_the_background_are_complete_when_callbacks_hear_of_them(play):
@@ -131,7 +122,7 @@ def test_an_error_ends_the_run_with_a_checkpoint_and_the_resumed_run_is_the_same
     assert list_checkpoints(run) == {"step_2"}
     assert "Traceback" in caplog.text and f"{SCRIPTED}, on_step after step 1 raised" in caplog.text
     assert play({}, checkpoint_every_steps=STEPS, callbacks=())[1] == ExitCode.DONE
-    check_equal(run, undisturbed)
+    check_same(undisturbed, run, step=STEPS, has_exports=False)
 
 
 def test_an_error_at_the_start_trains_nothing_and_one_at_the_end_is_no_success(play, inputs, tmp_path):

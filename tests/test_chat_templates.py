@@ -1,7 +1,5 @@
 """Stock chat templates of model families: what is trained of each kind of conversation, written by hand.
 
-    python -m pytest tests/test_chat_templates.py -s -k table     # prints the table of families and properties
-
 Templates named `trl:` are read from the package trl, which ships them as files (tests skip them without it); the
 others lie in tests/rows/chat_templates. Each family gets a small tokenizer of its style with its special tokens.
 """
@@ -600,21 +598,3 @@ def test_deepseek_writes_arguments_that_are_text(name):
     )
     messages = [user(), calling('{"terms": "2, 3"}'), RESULT, assistant()]
     assert trained_texts(masker, messages) == [call, f"Five.{DEEPSEEK_END}"]
-
-
-def test_table_of_families():
-    """Printed with -s: which properties hold for which family, and which rows are refused."""
-    print("\n| family | template | " + " | ".join(CASES) + " |\n|" + "---|" * (len(CASES) + 2))
-    reasons = {}
-    for name in AVAILABLE:
-        cells = []
-        for case, messages in CASES.items():
-            try:
-                texts = trained_texts(make_masker(name), messages, tools=[TOOL] if case == "tools" else None)
-                cells.append("ok" if texts == FAMILIES[name].trained[case] else "WRONG")
-            except ValueError as error:
-                number = reasons.setdefault(str(error)[:110], len(reasons) + 1)
-                cells.append(f"refused [{number}]")
-        print(f"| {name} | {FAMILIES[name].template} | " + " | ".join(cells) + " |")
-        assert "WRONG" not in cells
-    print("\n".join(f"[{number}] {reason}" for reason, number in reasons.items()))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from breadth import long, wide
+from breadth import long
 from card_usage import run_usage
 from forked import succeed
 from in_process import train_here, train_on
@@ -115,28 +115,23 @@ def test_experts_have_no_auxiliary_loss_just_as_in_transformers(world, tmp_path,
     assert_equal_to(tmp_path / "run", train_with_transformers(inputs))
 
 
-@pytest.mark.parametrize("family", [family if family in ALWAYS else long(family) for family in CLASSIFIERS])
-def test_a_packed_run_is_the_plain_loop(family, world, tmp_path):
-    inputs = make_inputs(tmp_path, family)
-    train_on(1, world, **inputs, **OPTIONS, output_dir=tmp_path / "run")
-    assert_equal_to(tmp_path / "run", train_with_transformers(inputs))
+def on_ranks(num_ranks: int, family: str, *marks: pytest.MarkDecorator):
+    return pytest.param(num_ranks, family, False, marks=[pytest.mark.slow, *marks])
 
 
-@pytest.mark.parametrize("family", ["bert", "deberta_v2", "modernbert", "qwen3"])
-def test_tokens_are_classified_as_in_the_plain_loop(family, world, tmp_path):
-    inputs = make_inputs(tmp_path, family, of_tokens=True)
-    train_on(1, world, **inputs, **OPTIONS, output_dir=tmp_path / "run", activation_checkpointing="selective")
-    assert_equal_to(tmp_path / "run", train_with_transformers(inputs))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "family"),
-    [(2, "bert"), wide(4, "deberta_v2"), wide(2, "modernbert"), long(4, "llama"), wide(2, "gemma3")],
+    ("num_ranks", "family", "of_tokens"),
+    [
+        *((1, family, False) if family in ALWAYS else long(1, family, False) for family in CLASSIFIERS),
+        *((1, family, True) for family in ("bert", "deberta_v2", "modernbert", "qwen3")),
+        *(on_ranks(2, "bert"), on_ranks(4, "llama", pytest.mark.long), on_ranks(4, "deberta_v2", pytest.mark.wide)),
+        *(on_ranks(2, family, pytest.mark.wide) for family in ("modernbert", "gemma3")),
+    ],
 )
-def test_any_number_of_ranks_is_the_plain_loop(num_ranks, family, world, tmp_path):
-    inputs = make_inputs(tmp_path, family)
-    train_on(num_ranks, world, **inputs, **OPTIONS, output_dir=tmp_path / "run")
+def test_a_packed_run_is_the_plain_loop(num_ranks, family, of_tokens, world, tmp_path):
+    inputs = make_inputs(tmp_path, family, of_tokens=of_tokens)
+    recompute = dict(activation_checkpointing="selective") if of_tokens else {}
+    train_on(num_ranks, world, **inputs, **OPTIONS, **recompute, output_dir=tmp_path / "run")
     assert_equal_to(tmp_path / "run", train_with_transformers(inputs))
 
 

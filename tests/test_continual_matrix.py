@@ -152,18 +152,3 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     (tmp_path / "results.json").write_text('{"models": []}')
     with pytest.raises(ValueError, match=r"results\.json: .*KeyError\('name'\)"):
         read_experiment(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("cells", "message"),
-    [
-        ({"b": make_cell(0)}, "score of b: .*probe"),
-        ({"a": make_cell(0, n=3)}, r"score of a: .*questions, .*\[\(3,\), \(4,\)\]"),
-        ({"a": Cell("rouge_l", np.ones(4))}, "score of a: .*: exact_match, rouge_l"),
-        ({"a": Cell("exact_match", np.full(4, NAN))}, "score of a: .*finite"),
-    ],
-)
-def test_cells_that_do_not_belong_together_are_refused(cells, message):
-    sequence = Sequence(("a",), 0, 0, ({"score": {"a": make_cell(0)}}, {"score": cells}))
-    with pytest.raises(ValueError, match=message):
-        Experiment("x", "full", ("a",), (), (sequence,))

@@ -14,7 +14,7 @@ from processes import ENV, ROOT
 from safetensors.torch import save_file
 
 from mini_trainer.continual.experiment import settle_all
-from mini_trainer.continual.measuring import count_refused, read_cell, read_harness
+from mini_trainer.continual.measuring import count_refused, read_cell
 from mini_trainer.continual.replay import read_answers
 from mini_trainer.continual.settings import SetSettings, read_settings
 from mini_trainer.run.stages import Stage
@@ -173,7 +173,7 @@ def good(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "M").mkdir()
     (tmp_path / "M" / "config.json").write_text("{}")
     save_file({"weight": torch.zeros(2)}, tmp_path / "M" / "model.safetensors")
-    for name in ("a.jsonl", "b.jsonl", "c.jsonl", "test.jsonl", "probe.jsonl"):
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl", "test.jsonl", "probe.jsonl", "known.jsonl"):
         (tmp_path / name).write_text(name)
     tasks = [task | {key: str(tmp_path / task[key]) for key in ("input_file", "test")} for task in (A, B)]
     probes = [{"name": "p", "test": str(tmp_path / "probe.jsonl"), "metric": "exact_match"}]
@@ -209,10 +209,16 @@ def test_changed_settings_are_refused_by_key(message: str, good: dict[str, Any],
     assert (tmp_path / "out" / "continual.json").read_text() == before
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "test.jsonl", "probe.jsonl", "M/model.safetensors", "M/config.json"])
-@pytest.mark.parametrize("methods", [None, {"one": {}, "two": {}}], ids=["one", "methods"])
+READ_FIRST = ("a.jsonl", "test.jsonl", "probe.jsonl", "M/model.safetensors", "M/config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [("known.jsonl", None), *((name, m) for name in READ_FIRST for m in (None, {"one": {}, "two": {}}))],
+)
 def test_changed_files_are_refused_by_name(name: str, methods: Any, good: dict[str, Any], tmp_path: Path):
-    settings = good if methods is None else good | {"methods": methods}
+    settings = good | {"replay": {"kind": "rows", "known": str(tmp_path / "known.jsonl")}}
+    settings |= {} if methods is None else {"methods": methods}
     settle(settings, tmp_path)
     (tmp_path / "out" / "start").mkdir()
     if name.endswith("safetensors"):
@@ -259,19 +265,6 @@ def test_seeds_can_be_added_also_to_one_method_and_not_removed(good: dict[str, A
             settle(good | {"methods": {"one": {}, "two": {"seeds": seeds}}}, tmp_path)
 
 
-def test_what_is_known_is_recorded(good: dict[str, Any], tmp_path: Path):
-    known = tmp_path / "known.jsonl"
-    settings = good | {"replay": {"kind": "rows", "known": str(known)}}
-    with pytest.raises(ValueError, match=r"replay: known: .*known.jsonl does not exist"):
-        settle(settings, tmp_path)
-    known.write_text("one")
-    settle(settings, tmp_path)
-    (tmp_path / "out" / "start").mkdir()
-    known.write_text("two")
-    with pytest.raises(ValueError, match=f"files.{known}: '"):
-        settle(settings, tmp_path)
-
-
 def test_methods_can_be_added(good: dict[str, Any], tmp_path: Path):
     methods = {"one": {}, "two": {"train": {"learning_rate": 0.1}}}
     settle(good | {"methods": methods}, tmp_path)
@@ -297,13 +290,9 @@ def test_directories_of_something_else_are_refused(name: str, good: dict[str, An
     [
         (None, "settings, files, model, orders"),
         ({"orders": 3}, "orders"),
-        ({"orders": [["a"]]}, "orders"),
-        ({"orders": ["ab"]}, "orders"),
         ({"files": None}, "files"),
         ({"model": 1}, "model"),
         ({"settings": []}, "settings"),
-        ({"settings": {"tasks": ["a"]}}, "settings.tasks"),
-        ({"settings": {"tasks": [{"name": "a"}, {"name": "b"}], "seeds": 42}}, "settings.seeds"),
     ],
 )
 def test_a_changed_record_is_refused_by_key(changes: Any, keys: str, good: dict[str, Any], tmp_path: Path):
@@ -351,31 +340,20 @@ def test_damaged_measurements_are_refused_by_file(kind: str, text: str | None, t
         (folder / ("a.scores.jsonl" if kind == "score" else "a_held_out.losses.jsonl")).write_text(text)
     with pytest.raises(ValueError, match=f"{re.escape(told)}.*{tmp_path} to measure"):
         read_cell(tmp_path, ONE, kind, root=tmp_path)
-    (tmp_path / "samples" / "other").mkdir()
-    with pytest.raises(ValueError, match=r"samples: .*2 models"):
-        read_cell(tmp_path, ONE, kind, root=tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"sets": 3}', '{"sets": [3]}', '{"sets": [{"name": "a"}]}'])
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"sets": 3}'])
 def test_damaged_results_of_evaluate_are_refused_by_file(text: str, tmp_path: Path):
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(ValueError, match=rf"^{tmp_path}/results\.json: .*; remove {tmp_path} to measure again$"):
         count_refused(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[]", '{"a": 3}', '{"a": [3]}', '{"a": [{"index": 0}]}'])
-def test_damaged_samples_of_the_harness_are_refused_by_file(text: str, tmp_path: Path):
-    path = tmp_path / "lm_eval.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(f"{path}: not ")):
-        read_harness(path)
-
-
-@pytest.mark.parametrize("text", ["{}", '{"index": 2, "answer": "a", "finish_reason": "stop"}', "[]"])
+@pytest.mark.parametrize("text", ["{}", "[]"])
 def test_damaged_answers_are_refused_by_line(text: str, tmp_path: Path):
     (path := tmp_path / "answers.jsonl").write_text(f'{{"index": 1, "answer": "a", "finish_reason": "stop"}}\n{text}\n')
     with pytest.raises(ValueError, match=r"answers\.jsonl: line 2 .*see index.*generate\.done"):
-        read_answers(path, 2)
+        read_answers(path)
 
 
 def test_missing_files_and_models_are_refused_by_key(good: dict[str, Any], tmp_path: Path):
@@ -384,6 +362,8 @@ def test_missing_files_and_models_are_refused_by_key(good: dict[str, Any], tmp_p
         settle(good, tmp_path)
     with pytest.raises(ValueError, match=r"tasks: a: input_file: .*/x\.jsonl "):
         settle(good | {"tasks": [good["tasks"][0] | {"input_file": str(tmp_path / "x.jsonl")}]}, tmp_path)
+    with pytest.raises(ValueError, match=r"replay: known: .*x\.jsonl does not exist"):
+        settle(good | {"replay": {"kind": "rows", "known": str(tmp_path / "x.jsonl")}, "probes": []}, tmp_path)
     with pytest.raises(ValueError, match=r"model: .*/N: "):
         settle(good | {"model": str(tmp_path / "N"), "probes": []}, tmp_path)
 

@@ -247,19 +247,6 @@ def test_a_text_file_is_one_document(tmp_path):
     assert read == [("a.txt:1", Document("one\r\n\r\ntwo\n")), ("b.txt:1", None)]
 
 
-def test_a_directory_is_read_by_name_without_what_is_no_data(tmp_path):
-    names = ["b.jsonl", "a.jsonl", "deeper/c.jsonl", ".hidden.jsonl", ".git/d.jsonl"]
-    names += ["out.meta.json", "out.rejected.jsonl", "out.arrow.tokenizer/tokenizer.json"]
-    for name in [*names, "README.md"]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"text": "a"}\n')
-    assert [place for place, _ in read_all(tmp_path)] == ["a.jsonl:1", "b.jsonl:1", "deeper/c.jsonl:1"]
-    with pytest.raises(ValueError, match=r"--input-file: .*a.jsonl .*twice"):
-        find_sources([str(tmp_path), str(tmp_path / "a.jsonl")])
-    with pytest.raises(ValueError, match=r"--input-file .*README.md: .*\.jsonl, \.json"):
-        find_sources([str(tmp_path / "README.md")])
-
-
 def test_each_file_has_its_own_format(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "b.jsonl").write_text('[]\n{"prompt": "a", "completion": "b"}\n')

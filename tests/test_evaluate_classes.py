@@ -15,14 +15,21 @@ from forked import succeed
 from in_process import train_here
 from processes import flags
 from sklearn import metrics
-from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, save_classifier, write_classified
+from tiny_classifiers import (
+    CLASSIFIERS,
+    make_class_samples,
+    predict_plainly,
+    save_base,
+    save_classifier,
+    write_classified,
+)
 from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tiny_pairs import NUM_PAIRS, sum_plainly, write_pairs
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask, list_sequences
+from mini_trainer.data.columns.base import SEQUENCES, TOKENS, DataTask, list_sequences
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.classes import make_labels
@@ -60,38 +67,16 @@ def inputs(tmp_path_factory) -> dict[str, dict[str, str]]:
     return {kind: make_inputs(root / kind, kind) for kind in KINDS}
 
 
-@torch.no_grad()
-def predict_plainly(model_dir: str, kind: str) -> tuple[np.ndarray, np.ndarray, float]:
-    """Targets, logits, and transformers' own loss, one sample at a time, weighted by its targets."""
-    auto_class = AutoModelForTokenClassification if kind == "tokens" else AutoModelForSequenceClassification
-    model = auto_class.from_pretrained(model_dir).eval()
-    targets, logits, losses = [], [], []
-    for ids, target, _ in make_class_samples(NUM_SAMPLES, **KINDS[kind]):
-        kept = target != IGNORED if kind == "tokens" else slice(None)
-        if kind == "tokens" and not kept.any():
-            continue
-        is_class = kind in ("single", "tokens")
-        labels = torch.from_numpy(target.astype(np.int64 if is_class else np.float32))
-        labels = labels[None] if kind != "single" else labels
-        outputs = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], labels=labels)
-        own = outputs.logits[0][kept] if kind == "tokens" else outputs.logits
-        targets.append(target[kept] if is_class else target[None])
-        logits.append(own.numpy())
-        losses.append(outputs.loss.item() * len(own))
-    logits = np.concatenate(logits)
-    return np.concatenate(targets), logits, sum(losses) / len(logits)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_those_of_transformers_and_scikit_learn(kind, world, inputs, tmp_path):
     files = inputs[kind]
-    models = (files["first"], files["second"])
+    models, samples = (files["first"], files["second"]), make_class_samples(NUM_SAMPLES, **KINDS[kind])
     found = evaluate_here(world, tmp_path, model=models, data=files["data"])
     (measured,) = found["sets"]
     assert measured["kind"] == "classes"
     means = list_means(measured)
     for i, model in enumerate(models):
-        targets, logits, loss = predict_plainly(model, kind)
+        targets, logits, loss = predict_plainly(model, samples, **KINDS[kind])
         lines = read_lines(tmp_path / "samples" / Path(model).name / "data.predictions.jsonl")
         np.testing.assert_allclose([line["logits"] for line in lines], logits, atol=1e-5)
         assert means["loss"][i] == pytest.approx(loss, rel=1e-5)

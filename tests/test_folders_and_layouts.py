@@ -69,17 +69,21 @@ def test_endings_in_any_case(name, model, expected, tmp_path):
 
 
 def test_all_files_of_a_folder_are_read_or_named(model, expected, tmp_path, capsys):
-    for i, name in enumerate(("part-0.jsonl", "part-1.ndjson", "part-2.JSONL")):
+    (tmp_path / "q").mkdir()
+    for i, name in enumerate(("part-0.jsonl", "part-1.ndjson", "q/part-2.JSONL")):
         write(tmp_path / name, CHATS[2 * i : 2 * i + 2])
     assert tokenize(model, tmp_path) == expected
     assert "not read" not in capsys.readouterr().out
-    for name in ("README.md", "paper.pdf", ".hidden", "deeper/x.jsonl.bz2", "out.meta.json", "t.tokenizer/a.md"):
+    no_data = (".hidden.jsonl", ".git/d.jsonl", "out.meta.json", "out.rejected.jsonl", "t.tokenizer/a.md")
+    for name in ("README.md", "paper.pdf", "deeper/x.jsonl.bz2", *no_data):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     assert tokenize(model, tmp_path) == expected
     said = capsys.readouterr().out
     assert f"note: {tmp_path}: 3 files " in said and "'README.md', 'deeper/x.jsonl.bz2', 'paper.pdf'" in said
     assert "hidden" not in said and "a.md" not in said
+    with pytest.raises(ValueError, match=r"--input-file: .*part-0.jsonl .*twice"):
+        tokenize(model, tmp_path, tmp_path / "part-0.jsonl")
     read_prompts([str(tmp_path)], None)
     assert f"note: {tmp_path}: 3 files " in capsys.readouterr().out
     for i in range(20):

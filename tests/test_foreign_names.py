@@ -9,9 +9,8 @@ import names_table
 import pytest
 from refusals import refuse
 
-from mini_trainer import TrainingArgs
 from mini_trainer.options import TrainOptions, flag_name, list_types
-from mini_trainer.options.answers import RENAMED, describe_unknown, describe_value
+from mini_trainer.options.answers import describe_unknown, describe_value
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.foreign_names import DATA_NAMES, TABLE, TRAIN_NAMES, find_option, find_row
 from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions
@@ -99,6 +98,8 @@ def test_every_name_of_the_first_mini_trainer_and_of_instructlab_has_an_answer(n
         ("accelerator", "CUDA_VISIBLE_DEVICES"),
         ("devices", "torchrun"),
         ("random_state", "--seed?"),
+        ("warmup_ratio", "--num-warmup-steps?"),
+        ("undesirable_weight", "--kto-weight-ratio?"),
         ("galore_rank", "a method that is not here"),
         ("use_muon", "--optimizer muon?"),
         ("load_in_4bit", "--base-quantization nf4?"),
@@ -199,11 +200,3 @@ def test_commas_within_a_value_stay(tmp_path, monkeypatch):
     labels = "--objective sequence-classification --format classification --label-names 1,000 2,000"
     assert parse_options(TrainOptions, [*required, *labels.split()]).rows.label_names == ("1,000", "2,000")
     assert options.validation.validation_data_path == tuple(kept["--validation-data-path"])
-
-
-@pytest.mark.parametrize("name", RENAMED)
-def test_a_name_that_an_option_had_is_answered_with_what_to_use(name):
-    assert name not in KNOWN and answer(name).startswith(": ")
-    assert list_flags(answer(name)) <= {*TRAIN, *DATA, *EVALUATE}
-    with pytest.raises(TypeError, match=re.escape(f"unknown argument {name!r}: ")):
-        TrainingArgs(**{name: 1})

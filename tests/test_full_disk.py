@@ -14,7 +14,6 @@ from processes import ROOT, run
 from run_directories import write_run
 
 from mini_trainer.data.stores.disk import (
-    SPARE_BYTES,
     describe_failed_write,
     make_aside,
     naming_failed_writes,
@@ -109,11 +108,10 @@ def test_a_missing_directory_is_no_lack_of_space(tmp_path):
     assert describe_failed_write("c", unknown, tmp_path / "aside", 7).endswith(" free")
 
 
-def test_only_runs_leave_room_to_spare(tmp_path, monkeypatch):
-    usage = type("Usage", (), {"free": 1000})
+def test_a_twentieth_has_to_be_left(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1050})
     monkeypatch.setattr("mini_trainer.data.stores.disk.shutil.disk_usage", lambda path: usage)
-    make_aside(tmp_path / "mixed", 1000, what="the model", spare_bytes=0)
-    with pytest.raises(OSError, match=r"the model \S*/mixed: .* 1,001 bytes, .* 1,000 "):
-        make_aside(tmp_path / "mixed", 1001, what="the model", spare_bytes=0)
-    with pytest.raises(OSError, match=rf"/step_1: .* 10 bytes .*{SPARE_BYTES:,} .*--keep-checkpoints"):
-        make_aside(tmp_path / "step_1", 10, what="the checkpoint")
+    make_aside(tmp_path / "step_1", 1000, what="the checkpoint")
+    with pytest.raises(OSError, match=r"^no room for the checkpoint \S*/step_2: .* 1,051 bytes .* has 1,050 free"):
+        make_aside(tmp_path / "step_2", 1001, what="the checkpoint")
+    assert [path.name for path in tmp_path.iterdir()] == [".writing_step_1"]

@@ -77,21 +77,27 @@ def test_many_requests_are_under_way_and_what_fails_in_passing_is_tried_again(se
     assert "seed" not in first and first["key"] == "Bearer none"
 
 
-@pytest.mark.parametrize(("status", "code"), [(400, 2), (401, 2), (404, 2), (429, 8), (503, 8), (None, 8)])
+@pytest.mark.parametrize(
+    ("status", "code", "names_place"),
+    [(400, 2, True), (422, 2, True), (401, 2, False), (404, 2, False), (429, 8, True), (500, 8, True), (503, 8, True),
+     (None, 8, False)],
+)  # fmt: skip
 def test_a_server_in_trouble_ends_with_another_code_than_a_refusal(
-    status, code, server, prompts, world, tmp_path, monkeypatch
+    status, code, names_place, server, prompts, world, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(openai_engine, "NUM_RETRIES", 0)
     monkeypatch.setattr(openai_engine, "LISTING_RETRIES", 0)
 
     def refuse(body: dict) -> dict:
-        raise Refusal(status, message="no")
+        raise Refusal(status, message="can only concatenate str")
 
     server.complete = refuse
     given = {"base_url": "http://127.0.0.1:1/v1"} if status is None else {}
-    with pytest.raises(ValueError, match="--base-url http://127") as error:
-        run(world, server, prompts, tmp_path / "answers.jsonl", **given)
+    said = "" if status is None else rf"refused \({status}\): can only concatenate"
+    with pytest.raises(ValueError, match=rf"--base-url http://127.*, --model m: {said}") as error:
+        run(world, server, prompts, tmp_path / "answers.jsonl", concurrency=1, **given)
     assert describe_error(error.value)[0] == code
+    assert str(error.value).startswith("prompts.jsonl:1: ") == names_place
 
 
 def test_sampling_and_the_key_are_sent_and_every_answer_has_its_seed(server, prompts, world, tmp_path, monkeypatch):

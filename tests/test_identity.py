@@ -30,7 +30,8 @@ from mini_trainer.options import (
     list_facts,
     list_identifying_options,
 )
-from mini_trainer.run.identity import OF_METHOD, check_same_run
+from mini_trainer.run.identity import check_same_run
+from mini_trainer.run.record import OF_METHOD
 
 IDENTITY = {"seed": 42, "osft-basis": "weights", OF_METHOD: [], "data": "0" * 64}
 

@@ -4,10 +4,10 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
 import torch
 import yaml
@@ -15,10 +15,9 @@ from forked import succeed
 from tiny_data import write_jsonl
 from typeguard import check_type
 
-from mini_trainer.data.rows.hub_rows import find_dataset
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.objectives.preferences import LOSSES, Pairs, Strength
-from mini_trainer.options import RowOptions, TrainOptions, flatten_options, list_types
+from mini_trainer.options import TrainOptions, flatten_options, list_types
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.doors import TRAINERS
 from mini_trainer.options.foreign_names import TABLE
@@ -218,31 +217,6 @@ def test_smoothing_has_a_counterpart_noise_has_none_and_0_is_neither(trainer):
 
 
 @pytest.mark.parametrize(
-    ("trainer", "given", "train", "data"),
-    [
-        ("trl", dict(warmup_steps=0.03), dict(num_warmup_steps=0.03), {}),
-        ("trl", dict(warmup_steps=3), dict(num_warmup_steps=3), {}),
-        ("trl", dict(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}),
-         dict(lr_scheduler="cosine", min_lr_ratio=0.1), {}),
-        ("trl", dict(learning_rate=1e-3, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-4}),
-         dict(min_lr_ratio=0.1), {}),
-        ("llama-factory", dict(dataset="chats, more"), {}, dict(columns=("messages=turns",))),
-    ],
-)  # fmt: skip
-def test_values_that_their_examples_have(trainer, given, train, data, tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
-    columns = {"messages": "turns"}
-    entry = {"formatting": "sharegpt", "columns": columns}
-    listed = {name: entry | {"file_name": f"{name}.json"} for name in ("chats", "more")}
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(listed))
-    monkeypatch.chdir(tmp_path)
-    to = convert(given, trainer, num_gpus=1)
-    (source,) = to.sources
-    assert to.train.items() >= train.items() and source.items() >= data.items()
-    assert source.get("input_file") == (("data/chats.json", "data/more.json") if data else None)
-
-
-@pytest.mark.parametrize(
     "content", ["{", "[]", '{"a": 7}', '{"a": {"file_name": 7}}', '{"a": {"columns": {"prompt": [1]}}}']
 )
 def test_a_list_of_data_sets_that_is_none_is_told(content, tmp_path):
@@ -252,17 +226,20 @@ def test_a_list_of_data_sets_that_is_none_is_told(content, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "expected"),
+    ("entry", "expected"),
     [
-        ({"prompt": "question", "response": "answer"},
+        (dict(columns={"prompt": "question", "response": "answer"}),
          dict(format="completion", columns=("prompt=question", "completion=answer"))),
-        ({"prompt": "instruction", "query": "input", "response": "output"}, dict(format="alpaca")),
+        (dict(columns={"prompt": "instruction", "query": "input", "response": "output"}), dict(format="alpaca")),
+        (dict(formatting="sharegpt", columns={"messages": "turns"}), dict(columns=("messages=turns",))),
     ],
 )  # fmt: skip
-def test_columns_of_other_names_are_named(columns, expected, tmp_path):
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"a": {"file_name": "a.json", "columns": columns}}))
-    to = convert(dict(dataset="a", dataset_dir=str(tmp_path)), "llama-factory", num_gpus=1)
-    assert to.sources[0].items() >= (expected | {"input_file": (str(tmp_path / "a.json"),)}).items()
+def test_columns_of_other_names_are_named(entry, expected, tmp_path):
+    listed = {name: entry | {"file_name": f"{name}.json"} for name in "ab"}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(listed))
+    to = convert(dict(dataset="a, b", dataset_dir=str(tmp_path)), "llama-factory", num_gpus=1)
+    files = tuple(str(tmp_path / f"{name}.json") for name in "ab")
+    assert to.sources[0].items() >= (expected | {"input_file": files}).items()
 
 
 @pytest.mark.parametrize(
@@ -406,6 +383,16 @@ def test_what_cannot_be_trained_as_it_is_asked_is_refused_by_its_key(trainer, gi
         ("axolotl", dict(adapter="lora", lora_model_dir="a", lora_r=8, lora_alpha=4), dict(lora_adapter="a")),
         ("llama-factory", dict(adapter_name_or_path="a", lora_target="q_proj"), dict(lora_adapter="a")),
         ("trl", dict(max_grad_norm=0), dict(max_grad_norm=None)),
+        ("trl", dict(warmup_steps=0.03), dict(num_warmup_steps=0.03)),
+        ("trl", dict(warmup_steps=3), dict(num_warmup_steps=3)),
+        ("trl", dict(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}),
+         dict(lr_scheduler="cosine", min_lr_ratio=0.1)),
+        ("trl", dict(learning_rate=1e-3, lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-4}),
+         dict(min_lr_ratio=0.1)),
+        ("trl", dict(loss_type="dft"), dict(loss_weighting="dft")),
+        ("llama-factory", dict(stage="sft", use_dft_loss=True), dict(loss_weighting="dft")),
+        ("llama-factory", dict(stage="sft", use_eaft_loss=True), dict(loss_weighting="eaft")),
+        ("axolotl", dict(datasets=CHATS, use_eaft=True, eaft_k=20), dict(loss_weighting="eaft")),
     ],
 )  # fmt: skip
 def test_keys_mean_what_they_mean_there(trainer, given, train):
@@ -446,18 +433,6 @@ def test_batches_of_packs_become_tokens_as_many_as_full_packs_hold():
     assert to.train["max_epochs"] == 2 and to.noted >= {"batch_tokens", "num_epochs"}
 
 
-def test_slices_of_splits_are_read_as_the_datasets_library_cuts_them(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "rows"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(40)))
-    source = find_dataset(RowOptions(input_dataset=str(folder), split="train[:10%]"))
-    tables = [pa.ipc.open_stream(chunk.table).read_all() for chunk in source.read(source)]
-    assert pa.concat_tables(tables)["text"].to_pylist() == [f"row {i}" for i in range(4)]
-
-
 PAIRS = dict(objective="preference", preference_beta=0.1)
 DPO = dict(rl="dpo", rl_beta=0.2)
 
@@ -470,6 +445,8 @@ DPO = dict(rl="dpo", rl_beta=0.2)
         ("trl-dpo", dict(loss_type=["sft", "sigmoid"], loss_weights=[0.2, 1]),
          dict(preference_loss="dpo", preference_nll_weight=0.2)),
         ("trl-dpo", dict(loss_type="ipo", rpo_alpha=0.5), dict(preference_loss="ipo", preference_nll_weight=0.5)),
+        ("trl-dpo", dict(use_peft=True), PAIRS),
+        ("trl-dpo", dict(use_peft=True, disable_dropout=False), dict(lora_dropout=0.05)),
         ("trl-kto", dict(desirable_weight=2, undesirable_weight=0.5),
          dict(objective="kto", preference_beta=0.1, kto_weight_ratio=4.0)),
         ("trl-orpo", {}, PAIRS | dict(preference_loss="orpo", learning_rate=1e-6)),
@@ -506,7 +483,7 @@ DPO = dict(rl="dpo", rl_beta=0.2)
 def test_preferences_have_their_loss_and_its_numbers(trainer, given, train):
     to = convert(given, trainer, num_gpus=1)
     assert to.train.items() >= train.items()
-    only_asked = {"preference_nll_weight", "preference_gamma", "label_smoothing", "kto_weight_ratio"}
+    only_asked = {"preference_nll_weight", "preference_gamma", "label_smoothing", "kto_weight_ratio", "lora_dropout"}
     assert not (only_asked - train.keys()) & to.train.keys()
     assert to.sources[0]["format"] == ("feedback" if to.objective == "kto" else "preference")
 
@@ -547,11 +524,6 @@ def test_rows_are_pairs_and_both_sequences_of_one_fit(trainer, given):
 def test_preferences_differ_where_they_do(trainer, given, key, told):
     to = convert(given, trainer, num_gpus=1)
     assert told in to.told[key] and key in to.noted
-
-
-@pytest.mark.parametrize(("disable", "expected"), [({}, None), (dict(disable_dropout=False), 0.05)])
-def test_dropout_is_off_where_trl_turns_it_off(disable, expected):
-    assert convert(dict(use_peft=True) | disable, "trl-dpo", num_gpus=1).train.get("lora_dropout") == expected
 
 
 @pytest.mark.parametrize(
@@ -625,26 +597,30 @@ IN_COMMON = dict(model_name_or_path="m", dataset_name="d", output_dir="o", max_l
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "expected", "path"),
     [
-        ({}, "trl"),
-        (dict(packing=True), "trl"),
-        (dict(beta=0.1, loss_type="apo_zero"), "trl-dpo"),
-        (dict(beta=0.1, precompute_ref_log_probs=True, loss_type=["sigmoid", "sft"]), "trl-dpo"),
-        (dict(beta=0.1, desirable_weight=2), "trl-kto"),
-        (dict(beta=2, loss_type="simpo"), "trl-cpo"),
-        (dict(center_rewards_coefficient=0.01), "trl-reward"),
-        (dict(use_peft=True, lora_task_type="SEQ_CLS"), "trl-reward"),
-        (dict(beta=0.1), "beta: .*--trainer"),
-        (dict(beta=0.1, loss_type="sigmoid"), "beta: .*--trainer"),
+        ({}, "trl", None),
+        (dict(packing=True), "trl", None),
+        (dict(beta=0.1, loss_type="apo_zero"), "trl-dpo", None),
+        (dict(beta=0.1, precompute_ref_log_probs=True, loss_type=["sigmoid", "sft"]), "trl-dpo", None),
+        (dict(beta=0.1, desirable_weight=2), "trl-kto", None),
+        (dict(beta=2, loss_type="simpo"), "trl-cpo", None),
+        (dict(center_rewards_coefficient=0.01), "trl-reward", None),
+        (dict(use_peft=True, lora_task_type="SEQ_CLS"), "trl-reward", None),
+        (dict(beta=0.1), "beta: .*--trainer", None),
+        (dict(beta=0.1, loss_type="sigmoid"), "beta: .*--trainer", None),
+        ({}, "trl-dpo", "dpo_config.yaml"),
+        (dict(beta=0.1), "trl-orpo", "examples/recipes/orpo/config_full.yaml"),
+        ({}, "trl", "examples/recipes/sft/config.yaml"),
+        (dict(beta=0.1, loss_type="sigmoid"), "trl-cpo", "simpo.yaml"),
+        (dict(loss_type="apo_zero"), "trl-dpo", "kto.yaml"),
+        ({}, "trl", "dpo/lora/config.yaml"),
     ],
 )
-def test_trls_trainers_are_told_apart_by_their_keys_and_values(given, expected):
-    if expected.startswith("trl"):
-        assert recognize(IN_COMMON | given) == expected
-    else:
-        with pytest.raises(ValueError, match=expected):
-            recognize(IN_COMMON | given)
+def test_trls_trainers_are_told_apart_by_their_keys_values_and_files_names(given, expected, path):
+    place = () if path is None else (Path(path),)
+    with nullcontext() if expected.startswith("trl") else pytest.raises(ValueError, match=expected):
+        assert recognize(IN_COMMON | given, *place) == expected
 
 
 @pytest.mark.parametrize(
@@ -671,21 +647,6 @@ def test_losses_without_a_reference_are_those_of_trls_own_code(given):
         torch.testing.assert_close(ours, CPOTrainer.cpo_loss(trainer, *means.unbind(1))[0])
     else:
         torch.testing.assert_close(ours, -ORPOTrainer.odds_ratio_loss(trainer, *means.unbind(1))[0])
-
-
-@pytest.mark.parametrize(
-    ("path", "given", "expected"),
-    [
-        ("dpo_config.yaml", {}, "trl-dpo"),
-        ("examples/recipes/orpo/config_full.yaml", dict(beta=0.1), "trl-orpo"),
-        ("examples/recipes/sft/config.yaml", {}, "trl"),
-        ("simpo.yaml", dict(beta=0.1, loss_type="sigmoid"), "trl-cpo"),
-        ("kto.yaml", dict(loss_type="apo_zero"), "trl-dpo"),
-        ("dpo/lora/config.yaml", {}, "trl"),
-    ],
-)
-def test_a_files_name_decides_between_trls_trainers_that_fit(path, given, expected):
-    assert recognize(IN_COMMON | given, Path(path)) == expected
 
 
 def make_pairs(key: str) -> list[dict]:
@@ -740,16 +701,3 @@ def test_the_scripts_train_what_was_written(make, model, tmp_path):
     steps = [step for step in steps if "rewards/margins" in step]
     assert len(steps) == 2 and all(math.isfinite(step["loss"]) for step in steps)
     assert ("nll_loss" in steps[0]) == ("loss_type" in given)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "given", "weighting"),
-    [
-        ("trl", dict(loss_type="dft"), "dft"),
-        ("llama-factory", dict(stage="sft", use_dft_loss=True), "dft"),
-        ("llama-factory", dict(stage="sft", use_eaft_loss=True), "eaft"),
-        ("axolotl", dict(datasets=CHATS, use_eaft=True, eaft_k=20), "eaft"),
-    ],
-)
-def test_weights_by_the_models_own_probabilities_are_written(trainer, given, weighting):
-    assert convert(given, trainer, num_gpus=1).train["loss_weighting"] == weighting

@@ -107,4 +107,4 @@ def test_every_door_leads_somewhere():
     tables = [value for value in vars(doors).values() if isinstance(value, doors.Doors)]
     assert len(tables) >= 7
     for table in tables:
-        assert all(table[name] is not None for name in table), table.places
+        assert all(table[name] is not None for name in table), table.data

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from in_process import train_here
-from small_runs import OPTIONS, check_same, copy_until, make_inputs, read_rows
+from small_runs import OPTIONS, check_same, copy_until, read_rows
 from tiny_data import make_samples, to_row, write_rows, write_samples
 from tiny_models import save_tokenizer
 from tiny_pairs import write_pairs
@@ -39,6 +39,7 @@ from mini_trainer.objectives.soft_targets import make_record_type
 from mini_trainer.options import DataOptions, EndOptions
 from mini_trainer.sampler import StreamTokens, choose_batching, count_steps, draw_samples, iterate_batches
 
+MODEL = "llama_tied_bias"
 VOCAB_SIZE, STEPS = 160, 5
 ENDINGS = (".arrow", ".parquet", ".jsonl")
 
@@ -96,7 +97,7 @@ def test_arithmetic_looks_random(seed):
 
 def test_rows_that_are_not_held_are_indexed_like_arrays():
     rows, array = RowRange(5, 9), np.arange(5, 14, dtype=np.int32)
-    assert len(rows) == 9 and rows.tolist() == list(rows) == array.tolist() and np.asarray(rows).dtype == array.dtype
+    assert len(rows) == 9 and list(rows) == array.tolist() and np.asarray(rows).dtype == array.dtype
     for places in (slice(2, 5), slice(None), slice(7, 99), slice(0, 9, 4), np.array([3, 0, 3]), array % 2 == 0):
         assert np.array_equal(rows[places], array[places]) and rows[places].dtype == array.dtype
     parts = [np.array([4, 9, 1], np.int32), np.array([9], np.int32), np.array([2, 0], np.int32)]
@@ -269,13 +270,13 @@ def test_a_subset_is_drawn_by_either_rule(subset, tmp_path, monkeypatch):
     data = Mixture([TokenizedData(path)])
     data.take_subset(subset, seed=3)
     expected = np.random.default_rng([3, 0]).permutation(np.arange(50, dtype=np.int32))[:number]
-    assert data.kept.tolist() == np.sort(expected).tolist() and data.kept.dtype == np.int32
+    assert list(data.kept) == np.sort(expected).tolist() and data.kept.dtype == np.int32
     monkeypatch.setattr(by_row, "ARITHMETIC_ABOVE", 4)
     monkeypatch.setattr(by_row, "CHUNK", 6)
     other = Mixture([TokenizedData(path)])
     other.take_subset(subset, seed=3)
-    kept = other.kept.tolist()
-    assert len(kept) == number and kept == sorted(set(kept)) and (number == 50 or kept != data.kept.tolist())
+    kept = list(other.kept)
+    assert len(kept) == number and kept == sorted(set(kept)) and (number == 50 or kept != list(data.kept))
 
 
 def test_dropped_rows_are_the_same_however_they_are_read(tmp_path, monkeypatch):
@@ -285,26 +286,21 @@ def test_dropped_rows_are_the_same_however_they_are_read(tmp_path, monkeypatch):
         monkeypatch.setattr(by_row, "CHUNK", chunk)
         data = TokenizedData(path)
         assert data.fit_to(25, drop_overlong=True) == 60 - len(expected)
-        assert data.kept.tolist() == expected and data.longest == max(lengths[i] for i in expected)
+        assert list(data.kept) == expected and data.longest == max(lengths[i] for i in expected)
         assert data.fit_to(40, drop_overlong=False) == 0 and isinstance(data.kept, RowRange)
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> dict:
-    return OPTIONS | make_inputs(tmp_path_factory.mktemp("inputs"), "llama_tied_bias")
 
 
 def test_a_run_of_many_rows_resumes_bit_for_bit_and_by_no_other_rule(many, inputs, world, tmp_path, monkeypatch):
     run, resumed = tmp_path / "run", tmp_path / "resumed"
-    train_here(world, **inputs, output_dir=str(run), max_steps=STEPS)
+    train_here(world, **OPTIONS, **inputs, output_dir=str(run), max_steps=STEPS)
     assert read_rows(run)[-1]["epoch"] > 1
-    train_here(world, **inputs, output_dir=str(copy_until(run, 2, resumed)), max_steps=STEPS)
+    train_here(world, **OPTIONS, **inputs, output_dir=str(copy_until(run, 2, resumed)), max_steps=STEPS)
     check_same(run, resumed, step=STEPS)
     again = copy_until(run, 2, tmp_path / "again")
     monkeypatch.setattr(by_row, "ARITHMETIC_ABOVE", 1 << 24)
     said = r"step_2 .*arithmetic .* 4 .*permutation"
     with pytest.raises(ValueError, match=said):
-        train_here(world, **inputs, output_dir=str(again), max_steps=STEPS)
+        train_here(world, **OPTIONS, **inputs, output_dir=str(again), max_steps=STEPS)
 
 
 @pytest.mark.parametrize("sizes", [dict(batch_size=9), dict(batch_size=None, batch_tokens=70)])

@@ -33,15 +33,16 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed import lifeline, lock, meeting
 from mini_trainer.distributed.agreement import Account, describe_differences
 from mini_trainer.distributed.ending import ExitCode, Flag, RunError, stop_reason
+from mini_trainer.distributed.hang import Peer
 from mini_trainer.distributed.lock import RunLock
 from mini_trainer.distributed.messages import CleanFormatter, hide_secrets, make_visible
-from mini_trainer.distributed.watch import Peer, describe_death
+from mini_trainer.distributed.watch import describe_death
 from mini_trainer.options import Options, TrainOptions, command_line, group_options
 from mini_trainer.options.tools import EvaluateOptions, GenerateOptions, ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.callbacks import explain_stop
-from mini_trainer.run.identity import check_unused
 from mini_trainer.run.inputs import Errors
+from mini_trainer.run.record import check_unused
 from mini_trainer.run.start_checks import check_schedule, find_oddities
 from mini_trainer.use.evaluation.metrics import choose_measures
 from mini_trainer.use.evaluation.models import list_models
@@ -323,8 +324,8 @@ OTHERS: list[tuple[str, Callable[[Path, pytest.MonkeyPatch], str | None], str]] 
      " it ran out of memory"),
     ("two stops", lambda path, patch: stop_reason(Flag.SIGTERM | Flag.STOP_FILE)[1], "SIGTERM and the stop file"),
     ("another run", use_directory,
-     "--output-dir DIR is not an empty directory: it holds a run without a checkpoint, and other lora (False before,"
-     " now True), seed (42 before, now 7): name a new one, or remove that run"),
+     "--output-dir DIR holds a run without a checkpoint, and other lora (False before, now True), seed (42 before, now"
+     " 7): give the same ones, or name a new directory"),
     ("several problems", lambda path, patch: Errors([ValueError("a"), OSError("b")]).raise_all(),
      "2 problems:\n  - a\n  - b"),
     ("error at the end", lambda path, patch: explain_stop(None, ["hooks:Mine, on_end"], []),

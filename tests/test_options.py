@@ -177,9 +177,9 @@ def test_numbers_in_yaml_mean_what_the_same_words_mean_as_flags(tmp_path):
         config.write_text(f"batch_size: {word}\n")
         assert parse_options(TrainOptions, [*REQUIRED, "--config", str(config)]).data.batch_size == int(word)
     for word in ("1.0e-5", ".5", "1e-3", "1_0.5"):
-        config.write_text(f"learning_rate: {word}\n")
+        config.write_text(f"weight_decay: {word}\n")
         values = flatten_options(parse_options(TrainOptions, [*REQUIRED, "--config", str(config)]))
-        assert values["learning_rate"] == float(word)
+        assert values["weight_decay"] == float(word)
 
 
 def test_a_command_without_arguments_is_told_what_it_needs(capfd):

@@ -25,7 +25,7 @@ from mini_trainer.objectives.next_tokens import TrainedTokens
 from mini_trainer.objectives.preferences import LOSSES, sum_logps
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ScoreDataOptions
-from mini_trainer.run.identity import find_changes
+from mini_trainer.run.record import find_changes
 from mini_trainer.run.references import split_rows
 from mini_trainer.sampler import draw_samples
 from mini_trainer.tools.score_data import score

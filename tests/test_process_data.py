@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from breadth import long, wide
-from data_runs import chat, command_for, options_for, write_rows
+from data_runs import chat, command_for, options_for, read_arrow, write_rows
 from forked import run_forked
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
 from processes import run_unread, wait_until
@@ -41,11 +41,6 @@ MODEL = "tokenizer"
 
 def run(*args) -> subprocess.CompletedProcess:
     return run_forked(0, *command_for(*args)[1:], timeout=120)
-
-
-def read_arrow(path: Path) -> list[dict]:
-    with pa.OSFile(str(path)) as file:
-        return pa.ipc.open_file(file).read_all().to_pylist()
 
 
 READERS = {
@@ -250,6 +245,8 @@ def test_without_a_chat_template_only_documents_are_tokenized(tokenizer, tmp_pat
     source = write_rows(tmp_path / "in.jsonl", [document, chat(1)])
     with pytest.raises(ValueError, match=r"chat template: .*--chat-template"):
         process_data(options_for(tmp_path / "model", source, tmp_path / "out2.jsonl", skip_invalid=True))
+    with pytest.raises(ValueError, match=r"--missing-stop-token allow .*no chat"):
+        process_data(options_for(tmp_path / "model", source, tmp_path / "out2.jsonl", missing_stop_token="allow"))
     assert "out2.jsonl" not in names(tmp_path)
 
 
@@ -268,29 +265,6 @@ def test_templates_that_cannot_be_masked_are_refused_first(tokenizer, tmp_path):
     source = write_rows(tmp_path / "in.jsonl", [b"not looked at"])
     with pytest.raises(ValueError, match=r"^the model's .*end-of-turn"):
         process_data(options_for(tmp_path / "model", source, tmp_path / "out.jsonl"))
-    file = tmp_path / "mine.jinja"
-    for text, reason in ((CHATML_TEMPLATE.replace("<|im_end|>", ""), "end-of-turn"), ("{{ 1", "fails")):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=rf"^--chat-template {file} .*{reason}"):
-            process_data(options_for(tmp_path / "model", source, tmp_path / "out.jsonl", chat_template=str(file)))
-
-
-def test_a_template_without_a_stop_token_is_used_only_on_demand(model, tokenizer, tmp_path, capsys):
-    file = tmp_path / "mine.jinja"
-    file.write_text(CHATML_TEMPLATE.replace("<|im_end|>", ""))
-    source, output = write_rows(tmp_path / "in.jsonl", [chat(1)]), tmp_path / "out.jsonl"
-    process_data(options_for(model, source, output, chat_template=str(file), missing_stop_token="allow"))
-    assert "TO STOP" in capsys.readouterr().out
-    assert trained_texts(output, tokenizer) == [chat(1)["messages"][-1]["content"]]
-    sidecar = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
-    assert sidecar["stop_token_id"] is None and sidecar["options"]["missing_stop_token"] == "allow"
-    with pytest.raises(ValueError, match=r"--missing-stop-token allow .*stop token"):
-        process_data(options_for(model, source, output, missing_stop_token="allow"))
-    tokenizer.chat_template, template = None, tokenizer.chat_template
-    tokenizer.save_pretrained(tmp_path / "base")
-    tokenizer.chat_template = template
-    with pytest.raises(ValueError, match=r"--missing-stop-token allow .*no chat"):
-        process_data(options_for(tmp_path / "base", source, output, missing_stop_token="allow"))
 
 
 def trained_texts(path: Path, tokenizer) -> list[str]:
@@ -455,6 +429,7 @@ def test_a_template_and_tokens_for_a_base_model(base_model, tmp_path, monkeypatc
     [
         ({"chat_template": "chatnl"}, "--chat-template chatnl: .*chatml, llama3, zephyr"),
         ({"chat_template": "broken.jinja"}, "--chat-template broken.jinja .*fails"),
+        ({"chat_template": "no_stop.jinja"}, "--chat-template no_stop.jinja .*end-of-turn"),
         ({"add_special_tokens": ("</s>",)}, "--add-special-tokens </s>: "),
         ({"chat_template": "endless.jinja"}, r"--chat-template endless.jinja .*0\.3 seconds"),
     ],
@@ -463,6 +438,7 @@ def test_templates_and_tokens_that_are_refused(base_model, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mini_trainer.data.chat.rendering.RENDER_SECONDS", 0.3)
     Path("broken.jinja").write_text("{% for message in messages %}")
+    Path("no_stop.jinja").write_text(CHATML_TEMPLATE.replace("<|im_end|>", ""))
     loop = "{% for i in range(99999) %}"
     Path("endless.jinja").write_text(loop * 3 + "{% endfor %}" * 3)
     source = write_rows(tmp_path / "in.jsonl", [chat(1)])

@@ -313,23 +313,6 @@ def read(row: dict, paths: FieldPaths = OWN_NAMES) -> Chat | Completion:
     return read_example(read_fields(row, "completion", paths=paths, tally=Counter()), "completion", is_given=False)
 
 
-@pytest.mark.parametrize("name", [name for name in ("olmo2", "phi4", "trl:qwen2_5", "zephyr") if name in TEMPLATES])
-def test_what_trl_trains(name):
-    template, stops = TEMPLATES[name]
-    tokenizer = make_tokenizer(template, stops)
-    masker = ChatMasker(tokenizer, stop_token_ids=tokenizer.convert_tokens_to_ids(list(stops)))
-    (masked,) = masker.mask([read({"prompt": PROMPT, "completion": COMPLETION})])
-    prompt, whole = (
-        tokenizer.apply_chat_template(messages, add_generation_prompt=prompts, return_dict=True)["input_ids"]
-        for messages, prompts in ((PROMPT, True), (PROMPT + COMPLETION, False))
-    )
-    assert masked.input_ids == whole and whole[: len(prompt)] == prompt
-    trained = [label for label in masked.labels if label != IGNORED]
-    assert masked.labels[: len(prompt)] == [IGNORED] * len(prompt)
-    rest = whole[len(prompt) :]
-    assert rest[: len(trained)] == trained and tokenizer.decode(rest[len(trained) :]).strip() == ""
-
-
 def test_forms_that_mean_the_same():
     expected = read({"prompt": PROMPT, "completion": COMPLETION})
     assert [message.get("train") for message in expected.messages] == [False] * 4 + [None]

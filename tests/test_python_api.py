@@ -219,6 +219,8 @@ def test_chats_are_tokenized_into_the_directory_that_training_reads():
         (dict(deepspeed_options=DeepSpeedOptions(cpu_offload_optimizer_ratio=0.5)), "cpu_offload_optimizer_ratio"),
         (dict(fsdp_options=FSDPOptions(sharding_strategy="SHARD")), "sharding_strategy 'SHARD': "),
         (dict(output_dir=TrainingArgs().output_dir), "missing: output_dir"),
+        (dict(tensorboard_log_dir="logs"), "tensorboard_log_dir"),
+        (dict(wandb_run_name="run-{time}"), "wandb_run_name"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(given, message):
@@ -242,13 +244,6 @@ def test_trackers_by_instructlabs_names():
     assert make_environment(args) == {
         "MLFLOW_TRACKING_URI": "http://host:5000", "MLFLOW_EXPERIMENT_NAME": "mine", "WANDB_ENTITY": "team"
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("given", [dict(tensorboard_log_dir="logs"), dict(wandb_run_name="run-{time}")])
-def test_trackers_fields_without_counterpart_are_refused_by_name(given):
-    args = TrainingArgs(model_path="m", ckpt_output_dir="run", data_path="d.arrow", process_data=False, **given)
-    with pytest.raises(BadInputError, match=next(iter(given))):
-        make_train_words(args)
 
 
 def test_none_is_as_if_not_given():
@@ -377,19 +372,6 @@ def test_children_do_not_inherit_a_launchers_environment(tmp_path, monkeypatch):
     assert left <= {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # says nothing of the caller's place
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_caller_under_torchrun_gets_a_run_of_its_own(chats, tmp_path):
-    """Data inside of the run's directory, as training_hub has it, is no other run."""
-    run = tmp_path / "run"
-    inside = dict(ckpt_output_dir=str(run), data_output_dir=str(run / "_internal_data_processing"), max_steps=1)
-    rank = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                MASTER_PORT="1", TORCHELASTIC_RUN_ID="caller", SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2")  # fmt: skip
-    out, _ = call({}, chats, environment=rank, **inside).communicate(timeout=240)
-    assert "RESULT 0 done 1 1" in out, out
-    assert (run / "_internal_data_processing" / "data.arrow").exists() and (run / "hf_format").exists()
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -415,13 +397,6 @@ def test_process_data_is_called_whether_or_not_its_module_has_been_imported(monk
     monkeypatch.setattr("mini_trainer.api.launch.run_child", lambda words: (ExitCode.DONE, ""))
     given = DataProcessArgs(data_path="c.jsonl", data_output_path="d.arrow", model_path="m")
     assert mini_trainer.process_data(given) == Path("d.arrow")
-
-
-def test_a_script_runs_by_its_modules_name(tmp_path):
-    command = [sys.executable, "-m", "mini_trainer.process_data", "--inptu-file", "3"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True, check=False)
-    assert done.returncode == ExitCode.BAD_INPUT, done.stderr
-    assert "--inptu-file; " in done.stderr and "--input-file?" in done.stderr
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -518,41 +493,6 @@ def test_the_first_stage_is_a_process_with_its_words(chats, tmp_path, monkeypatc
     assert (word, found["input_file"], found["output_file"], found["max_sample_num_tokens"]) == (
         "process-data", (chats["data_path"],), str(tmp_path / "data.arrow"), 200
     )  # fmt: skip
-
-
-STAGES = """
-import json, sys
-from mini_trainer import DataProcessArgs, TorchrunArgs, TrainingArgs, data_process as dp, run_training
-
-training_args = TrainingArgs(**json.loads(sys.argv[1]))
-dp.main(DataProcessArgs(
-    data_output_path=training_args.data_output_dir,
-    model_path=training_args.model_path,
-    data_path=training_args.data_path,
-    max_seq_len=training_args.max_seq_len,
-    chat_tmpl_path=training_args.chat_tmpl_path,
-))
-run_training(torch_args=TorchrunArgs(nproc_per_node=1, nnodes=1, node_rank=0, rdzv_id=1), train_args=training_args)
-"""
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-@pytest.mark.parametrize("process_data", [True, False])
-def test_two_stages_as_instructlabs_users_write_them(process_data, chats, tmp_path):
-    chats = chats | dict(ckpt_output_dir=str(tmp_path / "run"), data_output_dir=str(tmp_path / "data"))
-    words = [sys.executable, "-c", STAGES, json.dumps(chats | dict(process_data=process_data, max_steps=1))]
-    environment = ENV | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}  # a checkout of this name comes first
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list(Path(chats["ckpt_output_dir"], "hf_format").iterdir())
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-def test_a_refused_run_raises(chats):
-    refused, _ = call({}, chats, process_data=False, data_path="/nowhere.arrow").communicate(timeout=240)
-    assert "ERROR BadInputError 2 data_path /nowhere.arrow" in refused
 
 
 @pytest.mark.long

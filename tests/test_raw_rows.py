@@ -8,8 +8,8 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
+from data_runs import read_arrow
 from hub_standin import Hub
 from in_process import train_here
 from make_tiny_model import train_tokenizer
@@ -47,11 +47,6 @@ def tokenize(model: Path, output: Path, **options) -> list[dict]:
     paths = dict(output_file=str(output), model_name_or_path=str(model))
     process_data(group_options(ProcessDataOptions, **paths, **{"num_proc": 1, "preview": 0} | options))
     return read_arrow(output)
-
-
-def read_arrow(path: str | Path) -> list[dict]:
-    with pa.OSFile(str(path)) as file:
-        return pa.ipc.open_file(file).read_all().to_pylist()
 
 
 # --- where rows come from
@@ -295,8 +290,8 @@ def test_a_subset_is_drawn_by_the_seed_of_what_is_kept(tokenizer_dir, tmp_path):
     def choose(subset: str, *, seed: int = 0) -> list[list[int]]:
         data = Mixture([TokenizedData(path) for path in paths])
         data.take_subset(parse_subset(subset), seed=seed)
-        assert sorted(np.concatenate(data.kept_of).tolist()) == data.kept.tolist()
-        return [source.kept.tolist() for source in data.sources]
+        assert sorted(np.concatenate(data.kept_of).tolist()) == list(data.kept)
+        return [list(source.kept) for source in data.sources]
 
     assert list(map(len, choose("10"))) == [10, 10] and list(map(len, choose("1%"))) == [3, 1]
     assert list(map(len, choose("60"))) == [60, 40]

@@ -197,7 +197,7 @@ def test_overlong_samples_are_refused_or_dropped_and_counted(tmp_path):
         data.fit_to(30, drop_overlong=False)
     assert data.fit_to(max(lengths), drop_overlong=False) == 0
     assert data.fit_to(30, drop_overlong=True) == num_overlong
-    assert data.kept.tolist() == [i for i, length in enumerate(lengths) if length <= 30]
+    assert list(data.kept) == [i for i, length in enumerate(lengths) if length <= 30]
     assert data.longest == max(length for length in lengths if length <= 30)
     with pytest.raises(ValueError, match=r"every .*--max-tokens-per-gpu 2"):
         data.fit_to(2, drop_overlong=True)

@@ -29,8 +29,9 @@ from mini_trainer.api.errors import BadInputError
 from mini_trainer.api.tokenized import derive_data, names_tokenized
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import TrainOptions
-from mini_trainer.options.tools import ProcessDataOptions
+from mini_trainer.options.tools import ProcessDataOptions, VerifyOptions
 from mini_trainer.run.validation import Progress
+from mini_trainer.tools.verify import verify
 
 DOCUMENTS = [[1, 2, 3, 4, 9], [5, 6, 9], [7, 8, 1, 2, 3, 9], [4, 9]]  # each ends with 9
 
@@ -201,7 +202,8 @@ def test_a_share_of_tokenized_rows_is_held_out(tmp_path):
     whole = read_rows(str(tmp_path / "all.arrow"))
     assert sorted(trained + held_out) == sorted(whole) and 60 < len(held_out) < 140
     assert not set(map(tuple, trained)) & set(map(tuple, held_out))  # equal rows are on one side
-    assert json.loads(Path(f"{args.data_path[0]}.meta.json").read_text()) == dict(tokenizer_fingerprint="f")
+    verify(VerifyOptions(path=(args.data_path[0], args.validation_data_path[0])))  # of its own size and hash
+    assert TokenizedData(args.data_path[0]).sidecar["tokenizer_fingerprint"] == "f"
     for share, message in ((1.5, "must be above 0 and below 1"), (1e-9, "400 rows, 0 of them for validation")):
         with pytest.raises(BadInputError, match=message):
             derive(str(tmp_path / "all.arrow"), tmp_path, validation_split=share)

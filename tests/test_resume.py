@@ -22,8 +22,8 @@ from mini_trainer.data.stores.contents import write_json, write_manifest
 from mini_trainer.data.stores.disk import put_in_place, remove
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.run.checkpointing import NoValidCheckpoint
-from mini_trainer.run.end_report import read_ends
 from mini_trainer.run.model_card import read_rows as read_card_rows
+from mini_trainer.run.record import read_ends
 from mini_trainer.run.training_log import MetricsFile
 
 MODEL = "llama_tied_bias"
@@ -491,7 +491,7 @@ def test_a_cache_of_osft_inside_of_the_output_directory_is_no_other_run(place, s
     for path in [path for path in run.iterdir() if path.name not in ("cache", ".lock") and len(path.stem) != 64]:
         remove(path)
     (notes := run / "other.txt").touch()
-    with pytest.raises(RunError, match=f"--output-dir {run} .*empty"):
+    with pytest.raises(RunError, match=f"--output-dir {run} .*other.txt"):
         start(run, **given)
     notes.unlink()
     assert any("0 matrices" in line for line in start(run, **given))
@@ -507,7 +507,7 @@ def test_data_inside_of_the_output_directory_is_no_other_run(place, start, tmp_p
     given = dict(data_path=(str(data[0]),), validation_data_path=(str(data[1]),), max_steps=1)
     other = run / place / "other.txt" if place == "." else run / "other.txt"
     other.write_text("of another program")
-    with pytest.raises(RunError, match=f"--output-dir {run} .*empty"):
+    with pytest.raises(RunError, match=f"--output-dir {run} .*other.txt"):
         start(run, **given)
     other.unlink()
     start(run, **given)

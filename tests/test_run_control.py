@@ -28,9 +28,9 @@ from mini_trainer.distributed.ending import (
     stop_reason,
     within,
 )
+from mini_trainer.distributed.hang import Peer, describe_hang, is_hanging
 from mini_trainer.distributed.lock import RunLock, read_boot_id, write_exit_file
 from mini_trainer.distributed.process import may_be_launcher
-from mini_trainer.distributed.watch import Peer, describe_hang, is_hanging
 from mini_trainer.options import parse_duration
 
 pytestmark = pytest.mark.slow
@@ -217,7 +217,7 @@ def test_a_frozen_rank_is_named_and_the_others_leave_their_stacks(rank, ranks):
     group = ranks(3, hang_timeout=4).wait()
     group.send(rank, signal.SIGSTOP)
     others = [other for other in range(3) if other != rank]
-    group.wait_until_gone(*others, seconds=4 + PROMISE)
+    group.wait_until_gone(seconds=4 + PROMISE)  # the frozen one, too, although nothing wakes it
     outcome = group.outcome()
     assert outcome["name"] == "hang"
     assert f"rank {rank} (pid {group.pids[rank]} on" in outcome["message"]
@@ -235,7 +235,9 @@ def test_a_rank_that_stands_still_ends_the_run(ranks):
     group.wait_until_gone(seconds=4 + PROMISE)
     check_outcome(group, ExitCode.HANG, 0, "(--hang-timeout): ")
     assert "rank 1 in step" in group.outcome()["message"]
-    assert len(list((group.directory / "run" / "errors").iterdir())) == 2
+    errors = {path.name: path.read_text() for path in (group.directory / "run" / "errors").iterdir()}
+    assert errors.keys() == {"rank_0.txt", "rank_1.txt", "summary.txt"}
+    assert re.search(r"\nrank 1:\n(  .*\n)*  .*controlled.py:\d+ in take_part\n", errors["summary.txt"])
 
 
 def test_neither_a_slow_phase_nor_a_suspended_job_is_a_hang(ranks):

@@ -156,17 +156,6 @@ def test_a_refusal_without_numbers_is_an_answer_and_no_loop(server, world, tmp_p
     assert json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[1])["num_tokens"] is None
 
 
-@pytest.mark.parametrize(("status", "names_place"), [(400, True), (422, True), (500, True), (401, False), (404, False)])
-def test_errors_name_the_prompt_unless_they_are_the_servers(status, names_place, server, world, tmp_path):
-    def complete(body: dict[str, Any]) -> dict[str, Any]:
-        raise Refusal(status, message="can only concatenate str")
-
-    server.complete = complete
-    with pytest.raises(ValueError, match=rf"--model m: refused \({status}\): can only concatenate") as caught:
-        run(world, server, tmp_path, [3])
-    assert str(caught.value).startswith("prompts.jsonl:1: ") == names_place
-
-
 def test_an_evaluation_counts_refused_prompts_as_wrong_and_says_so(server, world, tmp_path, capsys):
     server.complete = complete_within(older_vllm, shortens=False)
     rows = [{"question": "q" * length, "answer": answer} for length, answer in ((3, "QQQ"), (50, ""), (4, "QQQ"))]

@@ -20,7 +20,7 @@ def soaking(tmp_path, monkeypatch) -> Soak:
     monkeypatch.setattr(soak, "NUM_STEPS", NUM_STEPS)
     for name, value in ENV.items():
         monkeypatch.setenv(name, value)
-    return Soak(tmp_path, seed=1, is_forked=True, layouts=[Layout(1, False)])
+    return Soak(tmp_path, seed=1, starts="forked", layouts=[Layout(1, False)])
 
 
 def run_once(soaking: Soak, number: int, *, num_kills: int) -> Counter[str]:

@@ -172,7 +172,7 @@ def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
     assert sample["loss_weights"][-1] == 0.25 and sample["labels"][-1] == tokenizer.eos_token_id
 
 
-def test_a_template_without_any_stop_token_gets_the_tokenizers(models, tmp_path):
+def test_a_template_without_any_stop_token_gets_the_tokenizers(models, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(models["none"])
     with pytest.raises(ValueError, match=r"end-of-turn .*--missing-stop-token allow"):
         prepare(models["none"], rows_of(ASK, ANSWER), tmp_path)
@@ -181,6 +181,9 @@ def test_a_template_without_any_stop_token_gets_the_tokenizers(models, tmp_path)
     assert [tokenizer.decode(sample["input_ids"]) for sample in samples] == [rendered + "<|im_end|>"] * 3
     assert sidecar["stop_token_id"] == tokenizer.eos_token_id
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 3, "appended": 3}
+    ((sample,), sidecar) = prepare(models["none"], rows_of(ASK, ANSWER), tmp_path, missing_stop_token="allow")
+    assert decode_trained(tokenizer, sample) == ANSWER["content"] and "TO STOP" in capsys.readouterr().out
+    assert sidecar["stop_token_id"] is None and sidecar["options"]["missing_stop_token"] == "allow"
 
 
 def test_completions_and_documents_end_with_the_tokenizers_eos(models, tmp_path):

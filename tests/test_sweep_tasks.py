@@ -67,24 +67,13 @@ def test_tasks_and_then_one_process_find_what_one_process_does(given, tmp_path, 
         run_one(shared | {"seed": 3, "search": "random", "num_trials": 3}, tmp_path, ArrayTask(1, 2), is_first=False)
 
 
-@pytest.mark.parametrize(
-    ("given_task", "environment", "expected"),
-    [
-        (None, {}, None),
-        ("3/8", {}, ArrayTask(3, 8)),
-        (None, {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, ArrayTask(3, 4)),
-        ("1/1", {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, ArrayTask(1, 1)),
-    ],
-)
-def test_the_task_is_given_or_srun_s(given_task, environment, expected, monkeypatch):
+def test_the_task_is_given_or_srun_s(monkeypatch):
+    """test_parts.py has all environments."""
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert choose_task(given_task) == expected
-
-
-def test_shares_that_are_none():
+    assert choose_task(None) is None and choose_task("3/8") == ArrayTask(3, 8)
+    monkeypatch.setenv("SLURM_PROCID", "2"), monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert choose_task(None) == ArrayTask(3, 4) and choose_task("1/1") == ArrayTask(1, 1)
     with pytest.raises(ValueError, match=r"^--task 9/8: must be .* 3/8$"):
         choose_task("9/8")
 

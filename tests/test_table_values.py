@@ -61,7 +61,8 @@ def read_values(path: Path) -> list[dict]:
 
 def write_arguments(path: Path, values: list, kind: pa.DataType | None = None) -> Path:
     """Parquet of chats, each with a call that has one of the values as its argument `a`."""
-    arguments = pa.array([{"a": value} for value in values], None if kind is None else pa.struct({"a": kind}))
+    column = pa.array(values, kind.storage_type).cast(kind) if kind == pa.json_() else pa.array(values, kind)
+    arguments = pa.StructArray.from_arrays([column], ["a"])
     function = pa.StructArray.from_arrays([pa.array(["f"] * len(values)), arguments], ["name", "arguments"])
     call = pa.StructArray.from_arrays([pa.array(["function"] * len(values)), function], ["type", "function"])
     offsets = pa.array(np.arange(len(values) + 1), pa.int32())
@@ -94,15 +95,8 @@ CONVERTED = [
 
 @pytest.mark.parametrize(("kind", "value", "expected"), CONVERTED, ids=[str(kind) for kind, _, _ in CONVERTED])
 def test_types_become_those_of_json(kind, value, expected, tmp_path):
-    storage = pa.array([value], kind.storage_type).cast(kind) if kind == pa.json_() else pa.array([value], kind)
-    struct = pa.StructArray.from_arrays([storage], ["a"])
-    call = pa.StructArray.from_arrays([pa.array(["f"]), struct], ["name", "arguments"])
-    calls = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), call)
-    answer = pa.StructArray.from_arrays([pa.array(["assistant"]), calls], ["role", "tool_calls"])
-    table = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), answer)})
-    pq.write_table(table, tmp_path / "in.parquet")
-    (row,) = read_values(tmp_path / "in.parquet")
-    found = row["messages"][0]["tool_calls"][0]["arguments"]["a"]
+    (row,) = read_values(write_arguments(tmp_path / "in.parquet", [value], kind))
+    found = row["messages"][0]["tool_calls"][0]["function"]["arguments"]["a"]
     assert found == expected and type(found) is type(expected)
     json.dumps(row, allow_nan=False)
 

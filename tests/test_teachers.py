@@ -15,7 +15,7 @@ from scored_data import TOP_K, score_here, write_data
 from small_runs import check_step, read_rows
 from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -27,8 +27,8 @@ from mini_trainer.objectives.soft_targets import Top, make_record_type
 from mini_trainer.objectives.teachers import Terms, measure_taught_chunk
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
-from mini_trainer.run.identity import find_changes
 from mini_trainer.run.plan.planner import choose_step_options
+from mini_trainer.run.record import find_changes
 from mini_trainer.run.run_model import build_run_model
 from mini_trainer.run.start import open_inputs
 from mini_trainer.run.step import run_backward
@@ -49,28 +49,21 @@ def make_chunk(*, top_k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return logits, target, teacher, Top(top.indices, torch.cat([top.values, tail], 1).log(), q.gather(1, target).log())
 
 
-def diverge_plainly(name: str, logits: torch.Tensor, target: torch.Tensor, teacher: torch.Tensor, top: Top | None):
-    """The sum over rows, row by row, by the definitions; `top` None: over the whole vocabulary."""
-    total = 0.0
-    for p, q, y, ids in zip(
-        logits.softmax(1), teacher.softmax(1), target[:, 0].tolist(), (top or (torch.arange(V).expand(R, V),))[0],
-        strict=True,
-    ):  # fmt: skip
-        ids = ids.tolist()
-        if name == "masked-kl":
-            ids = [i for i in ids if i != y]
-        rest = [i for i in range(V) if i not in ids and not (name == "masked-kl" and i == y)]
-        p, q = (torch.stack([*v[ids], *([v[rest].sum()] if rest else [])]) for v in (p, q))
-        p, q = p / p.sum(), q / q.sum()
-        m = (p + q) / 2
-        match name:
-            case "reverse-kl":
-                total = total + kl_div(q.log(), p, reduction="sum")
-            case "jsd":
-                total = total + (kl_div(m.log(), p, reduction="sum") + kl_div(m.log(), q, reduction="sum")) / 2
-            case _:
-                total = total + kl_div(p.log(), q, reduction="sum")
-    return total
+def diverge_plainly(name: str, logits, labels, teacher, ids):
+    """The sum over rows, by the definitions; `ids` None: over the whole vocabulary."""
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    if name == "masked-kl":
+        kept.scatter_(1, labels[:, None], False)
+    p, q = (torch.where(kept, v.softmax(1), 0.0) for v in (logits, teacher))
+    if ids is not None:
+        named = torch.zeros_like(kept).scatter(1, ids, True) & kept
+        rests = [torch.where(named, 0.0, v).sum(1, keepdim=True) for v in (p, q)]
+        p, q = (torch.cat([torch.where(named, v, 0.0), *rests[i : i + 1]], 1) for i, v in enumerate((p, q)))
+    p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
+    m = (p + q) / 2
+    pairs = {"reverse-kl": [(p, q)], "jsd": [(p, m), (q, m)]}.get(name, [(q, p)])
+    sums = [torch.special.xlogy(a, torch.where(a > 0, a / b.clamp(min=1e-300), 1.0)).sum() for a, b in pairs]
+    return sum(sums) / len(sums)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +73,7 @@ def test_divergences_are_their_definitions(name, top_k):
     """From a file of the teacher's `top_k` most probable tokens, and from its whole distributions."""
     logits, target, teacher, top = make_chunk(top_k=top_k or K)
     own = logits.clone().requires_grad_()
-    expected = diverge_plainly(name, own, target, teacher, top if top_k else None)
+    expected = diverge_plainly(name, own, target[:, 0], teacher, top.ids if top_k else None)
     expected.backward()
     found = FROM_TOP[name](logits, target, top) if top_k else FROM_LOGITS[name](logits, target, teacher)
     torch.testing.assert_close(found.values.sum(), expected.detach(), rtol=1e-10, atol=1e-10)
@@ -303,39 +296,26 @@ def test_scoring_continues_where_a_killed_one_ended(models, world, tmp_path, mon
         score_here(world, models[0], path, name="third")
 
 
-def measure_plainly(student, teacher, data: Mixture, rows: list[int], terms: Terms, top_k: int | None):
-    """The mean over trained tokens, by the definitions; `by_source` of the terms are weights of the data sets."""
+def measure_plainly(
+    student, teacher, data: Mixture, rows: list[int], terms: Terms, top_k: int | None, *, seen: Mixture | None = None
+):
+    """The mean over trained tokens, by the definitions; `by_source` of the terms are weights of the data sets, `seen`
+    the rows that the teacher reads."""
     total, count = 0.0, 0
     for row in rows:
         sample = data.read(row)
         logits, labels = read_logits(student, sample)
         with torch.no_grad():
-            theirs, _ = read_logits(teacher, sample)
+            theirs, same = read_logits(teacher, (seen or data).read(row))
+        assert torch.equal(labels, same)
         p, q = logits.double() / terms.temperature, theirs.double() / terms.temperature
         ids = None if top_k is None else q.topk(top_k, dim=1).indices
         losses = cross_entropy(logits, labels, reduction="sum")
-        divergence = diverge_rows(terms.divergence, p, labels, q, ids)
+        divergence = diverge_plainly(terms.divergence, p, labels, q, ids)
         weight = terms.by_source[data.numbers.source_of(np.array([row]))[0]] if terms.by_source else terms.weight
         total = total + (1 - weight) * losses + weight * terms.temperature**2 * divergence
         count += len(labels)
     return total / count
-
-
-def diverge_rows(name: str, logits, labels, teacher, ids):
-    """`diverge_plainly` without its fixed sizes, in a vectorised form of its own."""
-    kept = torch.ones_like(logits, dtype=torch.bool)
-    if name == "masked-kl":
-        kept.scatter_(1, labels[:, None], False)
-    p, q = (torch.where(kept, v.softmax(1), 0.0) for v in (logits, teacher))
-    if ids is not None:
-        named = torch.zeros_like(kept).scatter(1, ids, True) & kept
-        rests = [torch.where(named, 0.0, v).sum(1, keepdim=True) for v in (p, q)]
-        p, q = (torch.cat([torch.where(named, v, 0.0), *rests[i : i + 1]], 1) for i, v in enumerate((p, q)))
-    p, q = p / p.sum(1, keepdim=True), q / q.sum(1, keepdim=True)
-    m = (p + q) / 2
-    pairs = {"reverse-kl": [(p, q)], "jsd": [(p, m), (q, m)]}.get(name, [(q, p)])
-    sums = [torch.special.xlogy(a, torch.where(a > 0, a / b.clamp(min=1e-300), 1.0)).sum() for a, b in pairs]
-    return sum(sums) / len(sums)
 
 
 @pytest.mark.parametrize(
@@ -616,24 +596,6 @@ def make_pair_options(root: Path, models: tuple[Path, Path], **changes: object) 
     ) | changes  # fmt: skip
 
 
-def measure_first_step(root: Path, models: tuple[Path, Path], *, divergence: str, weight: float) -> torch.nn.Module:
-    """The model with the first step's loss and gradients, sequence by sequence."""
-    student, teacher = load(models[0]), load(models[1])
-    data, seen = (Mixture([TokenizedData(root / f"{name}.arrow")]) for name in ("data", "seen"))
-    total, count = 0.0, 0
-    for row in draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist():
-        own, labels = read_logits(student, data.read(row))
-        with torch.no_grad():
-            theirs, same = read_logits(teacher, seen.read(row))
-        assert torch.equal(labels, same)
-        own = own.double()
-        total = total + weight * diverge_rows(divergence, own, labels, theirs.double(), None)
-        total, count = total + (1 - weight) * cross_entropy(own, labels, reduction="sum"), count + len(labels)
-    student.loss = total / count
-    student.loss.backward()
-    return student
-
-
 @pytest.mark.parametrize(("divergence", "weight", "cap"), [
     ("reverse-kl", 1.0, CAP), ("reverse-kl", 1.0, 4096), ("jsd", 0.7, CAP), ("forward-kl", 1.0, CAP),
 ])  # fmt: skip
@@ -654,10 +616,14 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(divergence, weight, cap, m
     losses = [
         run_backward(model, model.prepare(micro_batch), batch.divisors).loss for micro_batch in batch.micro_batches
     ]
-    expected = measure_first_step(tmp_path, models, divergence=divergence, weight=weight)
-    assert sum(losses) / batch.num_loss_tokens == pytest.approx(expected.loss.item(), rel=1e-6)
+    student, teacher = load(models[0]), load(models[1])
+    data, seen = (Mixture([TokenizedData(tmp_path / f"{name}.arrow")]) for name in ("data", "seen"))
+    rows = draw_samples(data, seed=42, start=0, count=BATCH_SIZE).tolist()
+    expected = measure_plainly(student, teacher, data, rows, Terms(weight, divergence, 1.0), None, seen=seen)
+    expected.backward()
+    assert sum(losses) / batch.num_loss_tokens == pytest.approx(expected.item(), rel=1e-6)
     grads = {name.removeprefix("model."): param.grad.full_tensor() for name, param in model.named_parameters()}
-    for name, param in expected.named_parameters():
+    for name, param in student.named_parameters():
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-6)
 
 

@@ -1,11 +1,7 @@
-"""Tool calls: the rule of masks (mask_oracle.py) over every template there is x kinds of conversations.
-
-python -m pytest tests/test_tool_call_masks.py -s -k table     # prints the table
-"""
+"""Tool calls: the rule of masks (mask_oracle.py) over every template there is x kinds of conversations."""
 
 import copy
 import json
-import re
 from functools import cache
 
 import pytest
@@ -108,30 +104,6 @@ def test_the_rule(name):
         if not isinstance(found, ValueError) and found:
             faults[case] = found
     assert not faults
-
-
-@pytest.mark.long
-def test_table():
-    """Printed with -s: which conversations each template takes, and why it refuses the others."""
-    print("\n| template | " + " | ".join(CASES) + " |\n|" + "---|" * (len(CASES) + 1))
-    reasons: dict[str, int] = {}
-    counts = {"ok": 0, "refused": 0, "WRONG": 0}
-    for name in TEMPLATES:
-        cells = []
-        for case in CASES:
-            found = look_at(name, case)
-            if isinstance(found, ValueError):
-                reason = re.sub(r"'.*'", "'...'", str(found), flags=re.DOTALL)[:160]
-                number = reasons.setdefault(reason, len(reasons) + 1)
-                cells.append(f"[{number}]")
-                counts["refused"] += 1
-            else:
-                cells.append("WRONG" if found else "ok")
-                counts[cells[-1]] += 1
-        print(f"| {name} | " + " | ".join(cells) + " |")
-    print("\n".join(f"[{number}] {reason}" for reason, number in reasons.items()))
-    print(counts)
-    assert counts["WRONG"] == 0
 
 
 WITH_CONTENT = {"content", "content, no arguments", "content and call last", "content and result last"}

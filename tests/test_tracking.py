@@ -17,7 +17,6 @@ from small_runs import OPTIONS, TIMES, forget_since, make_inputs
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE
 
-from mini_trainer.distributed.messages import hide_secrets
 from mini_trainer.options import TrainOptions, doors, group_options
 from mini_trainer.options.problems import finding
 from mini_trainer.options.problems.finding import find_problems
@@ -191,12 +190,6 @@ def test_names_are_never_empty_paths_or_equal():
     assert len(set(clean)) == len(names) and {"a_b", "a b"} <= set(clean)
     for name in clean:
         assert name not in ("", ".", "..") and len(name) <= trackers.MAX_NAME + 7 and "/" not in name
-
-
-def test_secrets_are_hidden(monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    told = hide_secrets("cannot reach http://me:pass@host:1/x?write_token=abc&y=1 with 0123456789abcdef")
-    assert told == "cannot reach http://***@host:1/x?write_token=***&y=1 with ***"
 
 
 # --- What goes wrong -----------------------------------------------------------------------------------------

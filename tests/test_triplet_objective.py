@@ -192,7 +192,7 @@ def registered() -> Iterator[None]:
 
 
 def register(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(COLUMNS.places, NAME, "test_triplet_objective:COLUMNS_OF_TRIPLETS")
+    patch.setitem(COLUMNS.data, NAME, "test_triplet_objective:COLUMNS_OF_TRIPLETS")
     patch.setitem(OBJECTIVES, NAME, FACTS)
     patch.setitem(ALL_OBJECTIVES, NAME, FACTS)
     option = ClassificationOptions.__dataclass_fields__["objective"]

@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import random
 import re
-import signal
-import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -334,24 +331,6 @@ def test_a_failure_leaves_both_sides_as_they_were(models, tmp_path):
     with pytest.raises(ValueError, match=r"in\.jsonl:41: not JSON"):
         split(models[0], source, tmp_path / "out.arrow", validation_share=0.5)
     assert files_in(tmp_path) == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked, and so die as they are told, only there")
-def test_a_killed_worker_leaves_nothing(models, tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_trainer.data.rows.files.CHUNK_ROWS", 5)
-    monkeypatch.setattr("mini_trainer.data.rows.preparing.BYTES_PER_WORKER", 100)
-    parent = os.getpid()
-
-    def die_late(example: Chat, share: float) -> bool:
-        if os.getpid() != parent and example.messages[0]["content"] == "question 90":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return falls_into_validation(example, share)
-
-    monkeypatch.setattr("mini_trainer.data.rows.rows.falls_into_validation", die_late)
-    source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(100)])
-    with pytest.raises(ValueError, match=r"worker .*killed.*--num-proc"):
-        split(models[0], source, tmp_path / "out.arrow", num_proc=2)
-    assert {path.name for path in tmp_path.iterdir()} - {".cache"} == {"in.jsonl"}
 
 
 def test_shown_samples_say_which_side_they_are_on(models, tmp_path, capsys):

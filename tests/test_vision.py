@@ -7,7 +7,6 @@ import inspect
 import json
 import math
 import re
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import print_plan, train_here, train_on
-from PIL import Image
 from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
@@ -377,24 +375,12 @@ def test_rows_with_images_are_trained_on_at_once_and_adapters_load_back(models, 
     assert str(find_outputs(rows, str(models["llava"]), **known).data) != found["data_path"][0]
 
 
-BOMB = b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
-
-
-def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_as_they_look(models, tmp_path):
-    """Upright, in RGB, and without a look at the network."""
+def test_broken_images_and_rows_are_refused_with_their_reasons(models, tmp_path):
+    """test_image_files.py has all kinds of files; the network is not looked at."""
     image = make_image(0)
     image.save(tmp_path / "fine.png")
     whole = (tmp_path / "fine.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "text.png").write_text("no image")
-    (tmp_path / "empty.png").touch()
-    (tmp_path / "folder.png").mkdir()
-    (tmp_path / "bomb.png").write_bytes(BOMB + zlib.crc32(BOMB[12:]).to_bytes(4, "big") + b"\x00\x00\x00\x01IDATx")
-    image.save(tmp_path / "moving.gif", save_all=True, append_images=[make_image(1).resize(image.size)])
-    image.convert("CMYK").save(tmp_path / "cmyk.jpg")
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
-    image.save(tmp_path / "turned.jpg", exif=exif)
 
     def ask(*parts: object, answer: object = "noise", **fields: object) -> dict:
         messages = [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": answer}]
@@ -407,11 +393,6 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
     cases = [
         (ask(show("none.png"), words), "image 1: .*none.png: no such"),
         (ask(show("fine.png"), show("cut.png"), words), "image 2: cut.png: .*broken"),
-        (ask(show("text.png"), words), "text.png: .*known format"),
-        (ask(show("empty.png"), words), "empty.png: .*known format"),
-        (ask(show("folder.png"), words), "folder.png: .*is not a regular file"),
-        (ask(show("bomb.png"), words), "bomb.png: .*89,478,485"),
-        (ask(show("moving.gif"), words), "moving.gif: .*2 frames"),
         (ask(show("https://example.org/a.png"), words), "a.png: .*download it before"),
         (ask(show("data:image/png;base64,!!"), words), "data: URL .*base64 .*broken"),
         (ask(show("data:image/png,abc"), words), "data: URL .* not"),
@@ -426,21 +407,16 @@ def test_broken_images_and_rows_are_refused_with_their_reasons_and_others_read_a
         (ask(words, show("fine.png"), words, unmask=True), "trained .*user .*image"),
         ({"text": "a document", "images": ["fine.png"]}, "no messages"),
     ]
-    fine = [ask(show(name), words) for name in ("fine.png", "cmyk.jpg", "turned.jpg")]
-    data = tokenize(fine + [row for row, _ in cases], models["llava"], tmp_path, skip_invalid=True)
-    found = TokenizedData(data)
-    assert len(found.lengths) == len(fine) and found.task.objective == VISION
+    rows = [ask(show("fine.png"), words), *(row for row, _ in cases)]
+    found = TokenizedData(tokenize(rows, models["llava"], tmp_path, skip_invalid=True))
+    assert len(found.lengths) == 1 and found.task.objective == VISION
     (rejected,) = tmp_path.glob("*rejected*")
     reasons = read_lines(rejected)
-    assert [entry["line"] for entry in reasons] == list(range(len(fine) + 1, len(fine) + 1 + len(cases)))
+    assert [entry["line"] for entry in reasons] == list(range(2, 2 + len(cases)))
     for entry, (_, reason) in zip(reasons, cases, strict=True):
         assert re.search(reason, entry["reason"]), (reason, entry["reason"])
-    (turned,) = found.read(2)["images"]
-    assert open_image(turned, directory=Path()).size == image.size[::-1]
-    (cmyk,) = found.read(1)["images"]
-    assert open_image(cmyk, directory=Path()).mode == "RGB"
     image_id = AutoConfig.from_pretrained(models["llava"]).image_token_id
-    assert all((found.read(row)["labels"] != image_id).all() for row in range(len(fine)))
+    assert (found.read(0)["labels"] != image_id).all()
 
 
 @pytest.mark.parametrize("objective", ["preference", "kto", "reward", "sequence-classification"])

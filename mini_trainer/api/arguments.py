@@ -80,11 +80,8 @@ class QuantizeDataType(Enum):
 
 @dataclass(kw_only=True)
 class TorchrunArgs:
-    """Processes to start: torchrun's arguments of these names, equal on every machine except `node_rank`.
-
-    The machines rendezvous at `rdzv_endpoint` (HOST:PORT), or at `master_addr` and `master_port`; a single machine
-    needs neither.
-    """
+    """Processes to start: torchrun's arguments of these names, equal on every machine except `node_rank`. The machines
+    rendezvous at `rdzv_endpoint` (HOST:PORT), or at `master_addr` and `master_port`; a single machine needs neither."""
 
     nproc_per_node: int | str = 1  # or "gpu": one per GPU
     nnodes: int = 1

@@ -46,11 +46,8 @@ class QuantizeDataType(Enum):
 
 @dataclass(kw_only=True)
 class TorchrunArgs:
-    """Processes to start: torchrun's arguments of these names, equal on every machine except `node_rank`.
-
-    The machines rendezvous at `rdzv_endpoint` (HOST:PORT), or at `master_addr` and `master_port`; a single machine
-    needs neither.
-    """
+    """Processes to start: torchrun's arguments of these names, equal on every machine except `node_rank`. The machines
+    rendezvous at `rdzv_endpoint` (HOST:PORT), or at `master_addr` and `master_port`; a single machine needs neither."""
 
     nproc_per_node: int | str = 1  # or "gpu": one per GPU
     nnodes: int = 1
@@ -341,7 +338,8 @@ class TrainingArgs:
     """End the run if not all ranks have joined after this many seconds. Missing ranks are reported every 30 seconds."""
     hang_timeout: int | Given = ...
     """End the run, with every rank's stack traces in OUTPUT_DIR/errors, if a rank is silent or makes no progress for
-    this many seconds. Must exceed the longest step; the first step, loading and saving have an hour."""
+    this many seconds. Must exceed the longest step; the first step, loading and saving have six times as much
+    (docs/tasks/hangs.md)."""
     checkpoint_every_steps: int | None | Given = ...
     """Number of steps between checkpoints; another one follows the last step."""
     checkpoint_every_minutes: float | None | Given = ...

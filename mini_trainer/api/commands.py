@@ -19,6 +19,7 @@ from mini_trainer.api.errors import make_bad_input
 from mini_trainer.api.sent_callbacks import send_callbacks
 from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file, names_tokenized
 from mini_trainer.options import OSFTOptions, TrainOptions, flag_name, foreign_names, iterate_fields, list_types
+from mini_trainer.options.fields import is_required
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import is_url
 from mini_trainer.run.hooks import FOLDERS
@@ -191,10 +192,6 @@ def give_blocks(values: Values, args: arguments.TrainingArgs, given: dict[str, A
 def give_methods(values: Values, given: dict[str, Any]) -> None:
     """Expands `lora` and `osft` objects into options."""
     lora, osft = given.get("lora"), given.get("osft")
-    if lora is None:
-        given.pop("lora", None)
-    if osft is None:
-        given.pop("osft", None)
     if isinstance(lora, arguments.LoraOptions):
         del given["lora"]
         values.give("lora", True, by="lora")
@@ -283,10 +280,8 @@ def find_callback_folders(args: arguments.TrainingArgs) -> list[str]:
 
 
 def make_environment(args: arguments.TrainingArgs, sent_to: Path | None = None) -> dict[str, str]:
-    """Environment variables for the fields of trackers, and for where callbacks are.
-
-    `sent_to`: the folder of the modules of callbacks that are sent, which may import all that this process can.
-    """
+    """Environment variables for the fields of trackers, and for where callbacks are. `sent_to`: the folder of the
+    modules of callbacks that are sent, which may import all that this process can."""
     pairs = ((variable, getattr(args, name)) for name, (_, variable) in TRACKER_VARIABLES.items())
     known = [] if sent_to is None else [str(sent_to), *filter(None, sys.path)]
     folders = {FOLDERS: os.pathsep.join(find_callback_folders(args) + known) or None}
@@ -318,8 +313,7 @@ def make_words(options_class: type, values: dict[str, Any]) -> list[str]:
     words, rest, missing = [], [], []
     for option, _ in iterate_fields(options_class):
         if option.name not in values:
-            is_required = option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING
-            missing += [option.name] if is_required else []
+            missing += [option.name] if is_required(option) else []
             continue
         value, flag = to_plain(values[option.name]), flag_name(option.name)
         if get_origin(option.type) is tuple:

@@ -8,10 +8,8 @@ from mini_trainer.distributed.ending import ExitCode
 
 
 class TrainingError(RuntimeError):
-    """A process failed. `code` is its exit code, `message` its error message, `log_file` has its output.
-
-    `log_file` is None for errors before a run was started, and for `process_data`, whose output is printed.
-    """
+    """A process failed. `code` is its exit code, `message` its error message, `log_file` has its output. `log_file` is
+    None for errors before a run was started, and for `process_data`, whose output is printed."""
 
     def __init__(self, message: str, *, code: int, log_file: Path | None = None):
         super().__init__(message)
@@ -20,10 +18,7 @@ class TrainingError(RuntimeError):
         self.log_file = log_file
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Lets pickle pass on `code` and `log_file`, which are not among `args`.
-
-        Pools return errors of their processes pickled.
-        """
+        """Lets pickle, by which pools return errors, pass on `code` and `log_file`, which are not among `args`."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mini_trainer.api.arguments import NOTHING, TrainingArgs
 from mini_trainer.api.errors import make_bad_input
+from mini_trainer.data.stores.contents import sign
 from mini_trainer.data.stores.disk import hash_json, write_text, written_aside
 from mini_trainer.data.stores.made import MADE, is_as_made, record_made
 from mini_trainer.options.reading import hash_file, open_regular, read_object
@@ -35,10 +36,8 @@ def find_data_file(args: TrainingArgs) -> Path:
 
 def choose_tokenized(args: TrainingArgs) -> tuple[str, ...]:
     """The data sets to train on without tokenizing: those of `data_path`, or the data set made from its chats.
-
     `data_path` may still name the chats from which an earlier call made `data_output_dir`/data.arrow. BadInputError if
-    that data set is not theirs: training would use other rows than those that are given.
-    """
+    that data set is not theirs: training would use other rows than those that are given."""
     file, given = find_data_file(args), list_given(args.data_path)
     if not given:
         return (str(file),)
@@ -138,7 +137,7 @@ HASH_BYTES = 8
 # A sidecar's entries about rows, which differ in a part of the data set.
 OF_ROWS = {
     *("num_samples", "num_tokens", "num_loss_counted_tokens", "num_trained_by_role", "max_len"),
-    *("rows", "stop_tokens", "file", "side", "validation_share", "other_side"),
+    *("rows", "stop_tokens", "file", "split", "sha256"),
 }
 
 
@@ -178,8 +177,7 @@ def derive_data(args: TrainingArgs) -> TrainingArgs:
 
 
 def choose_folder(args: TrainingArgs, paths: list[str]) -> Path:
-    """The directory of derived data sets: `data_output_dir`, or next to the run's directory, or inside it if the given
-    ones are."""
+    """The directory of derived data sets: `data_output_dir`, or beside the run's, or inside it if the data is."""
     output_dir = args.ckpt_output_dir if args.output_dir in (NOTHING, None) else args.output_dir
     if args.data_output_dir is not None:
         return Path(args.data_output_dir)
@@ -188,10 +186,8 @@ def choose_folder(args: TrainingArgs, paths: list[str]) -> Path:
 
 
 def split_data(path: Path, share: float, folder: Path) -> tuple[Path, Path]:
-    """The rows to train on, and those to validate on: about `share` of all.
-
-    A row's side depends on its tokens alone, so equal rows are on one side.
-    """
+    """The rows to train on, and those to validate on: about `share` of all. A row's side depends on its tokens alone,
+    so equal rows are on one side."""
     if not 0 < share < 1:
         raise make_bad_input(f"validation_split {share}: must be above 0 and below 1")
     stem = folder / name_derived(path, {"validation_split": share})
@@ -294,4 +290,4 @@ def write_sidecar(path: Path, target: Path) -> None:
     source = Path(f"{path}{ENDING}")
     if source.exists():
         known = {name: value for name, value in read_object(source).items() if name not in OF_ROWS}
-        write_text(Path(f"{target}{ENDING}"), json.dumps(known, indent=2))
+        write_text(Path(f"{target}{ENDING}"), json.dumps(sign(known | {"file": hash_file(target)}), indent=2))

@@ -31,6 +31,7 @@ from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.reading import read_fields
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, PARAMS_FILE
+from mini_trainer.run.preflight import check_runs
 from mini_trainer.run.stages import Record, Runner, Stage, hash_files, list_changes, write_record
 from mini_trainer.use.evaluation.tasks import open_task
 
@@ -116,6 +117,8 @@ def run_experiments(several: list[ContinualSettings], runner: Runner) -> None:
     they share, and then compares them. ValueError, OSError or RunError say why it cannot."""
     root = runner.root
     try:
+        if not list(root.glob(f"**/{RECORD}")):  # else some of it is written
+            check_runs(root, list_runs(several), flag="output_dir: ")
         orders = settle_all(several, root)
         sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
         prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
@@ -130,6 +133,15 @@ def run_experiments(several: list[ContinualSettings], runner: Runner) -> None:
             say(f"{describe_comparison(experiments)}\nresults page: {(root / PAGE).as_uri()}")
     finally:
         runner.lock.release()
+
+
+def list_runs(several: list[ContinualSettings]) -> list[tuple[Values, int]]:
+    """The options of each task's runs, whose exports stay, and their number, over all orders and seeds."""
+    return [
+        (one.train_options(task) | {"model_name_or_path": one.model}, len(one.seeds) * one.orders)
+        for one in several
+        for task in one.tasks
+    ]
 
 
 def run_experiment(
@@ -225,14 +237,18 @@ def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[st
         orders = draw_orders(names, settings.orders)
         write_record(path, now | {"orders": orders})
         return orders
-    before = read_record(path)
+    kinds = {"settings": dict, "files": dict, "model": str, "orders": list}
+    advice = "; restore it, or choose another output_dir"
+    before = read_fields(path, kinds, written_by="mini-trainer continual", advice=advice)
     orders = before.pop("orders")
     num_before = len(before["settings"]["tasks"])
     kept = json.loads(json.dumps(now))
     for name in ADDED_TO & before["settings"].keys():
         kept["settings"][name] = kept["settings"][name][: len(before["settings"][name])]
     kept["files"] = {name: hashed for name, hashed in kept["files"].items() if name in before["files"]}
-    if (changes := list_changes(before, kept)) and not has_begun(path.parent):
+    changes, begun = list_changes(before, kept), ("start", "order_*", "*/order_*")
+    # Until a model has been measured or trained there, errors in settings or rows can be fixed in place.
+    if changes and not any(any(path.parent.glob(pattern)) for pattern in begun):
         for name in OF_DATA:
             remove(path.parent / name)
         path.unlink()
@@ -248,27 +264,6 @@ def settle(settings: ContinualSettings, path: Path, now: Record) -> list[list[st
     return orders
 
 
-def has_begun(directory: Path) -> bool:
-    """Whether a model has been measured or trained there; before, errors in settings or rows can be fixed in place."""
-    return any(any(directory.glob(pattern)) for pattern in ("start", "order_*", "*/order_*"))
-
-
-def read_record(path: Path) -> Record:
-    """The record of an experiment's settings; ValueError names the file and a key that has been changed."""
-    advice = "; restore it, or choose another output_dir"
-    kinds = {"settings": dict, "files": dict, "model": str, "orders": list}
-    record = read_fields(path, kinds, written_by="mini-trainer continual", advice=advice)
-    tasks, seeds = (record["settings"].get(name) for name in ("tasks", "seeds"))
-    is_whole = isinstance(tasks, list) and all(isinstance(task, dict) for task in tasks)
-    names = sorted(str(task.get("name")) for task in tasks) if is_whole else []
-    has_orders = all(isinstance(order, list) and sorted(map(str, order)) == names for order in record["orders"])
-    has_seeds = seeds is None or isinstance(seeds, list)  # those of methods are in their own records
-    if not (is_whole and has_orders and has_seeds):
-        wrong = "settings.tasks" if not is_whole else "settings.seeds" if not has_seeds else "orders"
-        raise ValueError(f"{path}: not as mini-trainer continual writes it (see {wrong}){advice}")
-    return record
-
-
 def describe_settings(settings: ContinualSettings, *, left_out: Iterable[str] = ()) -> Record:
     """The settings that decide the results."""
     values = asdict(settings)
@@ -278,8 +273,7 @@ def describe_settings(settings: ContinualSettings, *, left_out: Iterable[str] = 
 
 
 def hash_inputs(settings: ContinualSettings) -> dict[str, str]:
-    """The SHA-256 of each file that the tasks and probes name, and of all files of a directory; ValueError for one
-    that does not exist."""
+    """The SHA-256 of each file that tasks and probes name, and of a directory's files; ValueError for a missing one."""
     paths = [Path(one.lm_eval) for one in (*settings.tasks, *settings.probes) if one.lm_eval is not None]
     for one in (*settings.tasks, *settings.probes):
         is_task = isinstance(one, Task)

@@ -74,7 +74,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Experiment:
-    """All that was measured; ValueError if its cells do not belong together."""
+    """All that was measured."""
 
     name: str  # for people: of the output directory, or given
     method: str  # one line for labels, such as "OSFT, own answers replayed"
@@ -82,11 +82,6 @@ class Experiment:
     probes: tuple[str, ...]  # general sets, never trained
     sequences: tuple[Sequence, ...]
     measure: str = "all"  # or "seen": a task is measured from its own training on
-
-    def __post_init__(self) -> None:
-        for kind in self.kinds:
-            for name, cells in self.find_cells(kind).items():
-                check_cells(f"{kind} of {name}", list(cells.values()), is_known=name in {*self.tasks, *self.probes})
 
     @property
     def kinds(self) -> list[str]:
@@ -105,21 +100,6 @@ class Experiment:
                 for name, cell in row.get(kind, {}).items():
                     found.setdefault(name, {})[s, t] = cell
         return found
-
-
-def check_cells(what: str, cells: list[Cell], *, is_known: bool) -> None:
-    """Raises ValueError unless all cells of a set have the same questions and metric."""
-    if not is_known:
-        raise ValueError(f"{what}: is neither a task nor a probe of the experiment")
-    metrics = sorted({cell.metric for cell in cells})
-    if len(metrics) > 1:
-        raise ValueError(f"{what}: was measured by several metrics: {', '.join(metrics)}")
-    arrays = [array for cell in cells for array in (cell.values, cell.weights) if array is not None]
-    shapes = sorted({array.shape for array in arrays})
-    if len(shapes) > 1 or len(shapes[0]) != 1 or shapes[0] == (0,):
-        raise ValueError(f"{what}: needs the same questions, at least one, in all models, but has {shapes}")
-    if not all(np.isfinite(array).all() for array in arrays):
-        raise ValueError(f"{what}: has values that are not finite")
 
 
 @dataclass(frozen=True)
@@ -166,8 +146,7 @@ def draw_set(cells: list[Cell], random: np.random.Generator, num_resamples: int)
 
 
 def lay_out(experiment: Experiment, s: int, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """The tasks that a sequence has trained on, in its order, (D, T + 1, T), and the probes, (D, T + 1, P). NaN: not
-    measured."""
+    """A sequence's trained tasks, in its order, (D, T + 1, T), and the probes, (D, T + 1, P). NaN: not measured."""
     sequence = experiment.sequences[s]
     num_rows, num_draws = len(sequence.rows), len(next(iter(draws.values())))
     trained = sequence.tasks[: max(num_rows - 1, 0)]
@@ -267,10 +246,8 @@ def read_experiment(directory: Path) -> Experiment:
             sequences=tuple(map(read_sequence, content["sequences"])),
             measure=content["measure"],
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: not the results of mini-trainer continual: {error!r}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def read_sequence(entry: dict[str, Any]) -> Sequence:

@@ -10,14 +10,13 @@ import numpy as np
 from mini_trainer.continual.data import Prepared
 from mini_trainer.continual.matrix import Cell, MatrixRow
 from mini_trainer.continual.settings import ContinualSettings, SetSettings, Values
-from mini_trainer.options.reading import list_wrong, read_fields
+from mini_trainer.options.reading import read_fields, read_object
 from mini_trainer.run.stages import Runner, Stage
-from mini_trainer.use.evaluation.results import read_lines, read_samples
+from mini_trainer.use.evaluation.results import read_lines
 
 SCORE, LOSS = "score", "loss"  # kinds of a row
 LOSSES = {"num_targets": int | float, "loss_sum": int | float}
 OF_TESTS = ("format", "engine", "base_url", "api_key_env", "concurrency")
-FEW_RESAMPLES = {"num_resamples": 100}  # of evaluate's own intervals, which nothing here reads
 
 
 # One start of evaluate: its folder's name, kinds and sets that are measured with the same options, and these.
@@ -31,7 +30,8 @@ def measure(
     row: MatrixRow = {}
     for name, measured, given in group(sets, prepared, settings):
         place = folder / name
-        options = FEW_RESAMPLES | given | {"model": [model], "output_dir": str(place)}
+        # Nothing here reads evaluate's own intervals, so a few resamples do.
+        options = {"num_resamples": 100} | given | {"model": [model], "output_dir": str(place)}
         runner.run(Stage(program="evaluate", folder=place, options=options))
         for name, count in count_refused(place).items():
             runner.say(place, f"{name}: prompts too long for the model, counted as wrong: {count:,}")
@@ -44,8 +44,6 @@ def count_refused(folder: Path) -> dict[str, int]:
     """Prompts of each set that were too long to be answered, where there are any."""
     path, advice = folder / "results.json", f"; remove {folder} to measure again"
     sets = read_fields(path, {"sets": list}, written_by="evaluate", advice=advice)["sets"]
-    if any(not isinstance(one, dict) or list_wrong(one, {"name": str, "extras": list}) for one in sets):
-        raise ValueError(f"{path}: not as evaluate writes it (see sets){advice}")
     counts = {one["name"]: sum(extra.get("num_refused", 0) for extra in one["extras"]) for one in sets}
     return {name: count for name, count in counts.items() if count}
 
@@ -92,10 +90,7 @@ def keep_common(options: Values) -> Values:
 def read_cell(folder: Path, one: SetSettings, kind: str, *, root: Path) -> Cell:
     """Each question's score, or each sample's mean loss with its number of trained tokens; ValueError names a file that
     is not as evaluate writes it."""
-    found = list((folder / "samples").iterdir())
-    if len(found) != 1:
-        raise ValueError(f"{folder / 'samples'}: has {len(found)} models, allowed: one; remove {folder}")
-    samples, advice = found[0], f"remove {folder} to measure again"
+    (samples,), advice = (folder / "samples").iterdir(), f"remove {folder} to measure again"
     if kind == LOSS:
         path = samples / f"{one.name}_held_out.losses.jsonl"
         lines = [line for line in read_lines(path, LOSSES, advice=advice) if line["num_targets"] > 0]
@@ -114,8 +109,8 @@ def read_cell(folder: Path, one: SetSettings, kind: str, *, root: Path) -> Cell:
 
 
 def read_harness(path: Path) -> list[dict[str, Any]]:
-    """The samples of a task of the harness; of a group of tasks, of all of them. ValueError names a damaged file."""
-    found = read_samples(path, advice=f"remove {path.parents[2]} to measure again")
+    """The samples of a task of the harness; of a group of tasks, of all of them."""
+    found = read_object(path)
     return [sample for task in sorted(found) for sample in sorted(found[task], key=lambda sample: sample["index"])]
 
 

@@ -51,8 +51,7 @@ MEASURES = (
 
 
 def check_comparable(experiments: Sequence[Experiment]) -> None:
-    """Raises ValueError, naming every experiment without measurements, or whose tasks, probes or metrics are not those
-    of the first."""
+    """ValueError, naming experiments without measurements, or with other tasks, probes or metrics than the first."""
     for experiment in experiments:
         if not experiment.kinds:
             raise ValueError(f"{experiment.name}: nothing was measured yet")
@@ -103,7 +102,7 @@ def tabulate_kind(kind: str, experiments: Sequence[Experiment]) -> str:
     for experiment in experiments:
         own = [experiment.summary.get(kind, {}).get(measure.name) for measure in MEASURES]
         rows.append([experiment.name + describe_progress(experiment), *map(write_value, own), experiment.method])
-        rows.append(["", *map(write_interval, own), ""])
+        rows.append(["", *("" if one is None else f"[{one.low:.3f}, {one.high:.3f}]" for one in own), ""])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         GAP.join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:-1]), method]) for name, *cells, method in rows
@@ -123,10 +122,6 @@ def write_value(derived: Derived | None) -> str:
     if derived is None:
         return NO_VALUE
     return f"{derived.mean:.3f}" + ("" if derived.deviation is None else f" ± {derived.deviation:.3f}")
-
-
-def write_interval(derived: Derived | None) -> str:
-    return "" if derived is None else f"[{derived.low:.3f}, {derived.high:.3f}]"
 
 
 def find_front(points: Sequence[Point | None]) -> list[bool]:

@@ -98,7 +98,7 @@ def answer(context: Context, task: Task, model: Model, folder: Path) -> Path | N
     if not rows.is_file():
         write_rows(rows, keep_passing(prompts, answers, task, replay))
     num_kept, num_asked = len(read_lines(rows)), len(read_lines(prompts))
-    refused = describe_refused(read_answers(answers, num_asked))
+    refused = describe_refused(read_answers(answers))
     context.runner.say(folder, f"{num_kept:,} of {num_asked:,} own answers pass {task.metric}{refused}")
     return tokenize_own(context, task, rows, folder) if num_kept else None
 
@@ -113,7 +113,7 @@ def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> li
     """Rows of the answers that are not empty, ended by themselves, and score enough."""
     rows, asked, kept = read_lines(prompts), read_prompts([str(prompts)], None), []
     labels = sorted({reference for prompt in asked for reference in prompt.references})
-    for line in read_answers(answers, len(rows)):
+    for line in read_answers(answers):
         prompt, answer = asked[line["index"]], line["answer"]
         score = score_answer(task.metric, answer, prompt.references, labels=labels)
         if line["finish_reason"] == "stop" and answer.strip() and score >= replay.min_score:
@@ -121,14 +121,10 @@ def keep_passing(prompts: Path, answers: Path, task: Task, replay: Replay) -> li
     return kept
 
 
-def read_answers(path: Path, num_prompts: int) -> list[Line]:
-    """The answers to so many prompts; ValueError names a damaged file and line."""
+def read_answers(path: Path) -> list[Line]:
+    """The answers; ValueError names a damaged file and line."""
     advice = "remove it, and generate.done next to it, to answer again"
-    lines = read_lines(path, {"index": int, "answer": str, "finish_reason": str | None}, advice=advice)
-    for number, line in enumerate(lines, start=1):
-        if not 0 <= line["index"] < num_prompts:
-            raise ValueError(f"{path}: line {number} is damaged: see index; {advice}")
-    return lines
+    return read_lines(path, {"index": int, "answer": str, "finish_reason": str | None}, advice=advice)
 
 
 def describe_refused(lines: list[Line]) -> str:
@@ -154,10 +150,7 @@ def tokenize_own(context: Context, task: Task, rows: Path, folder: Path) -> Path
 
 
 def mix(options: Values, own: Path, replayed: Sequence[Path], replay: Replay | None) -> Values:
-    """Options of train with the replayed data in their share.
-
-    An epoch is still one of the task's own samples.
-    """
+    """Options of train with the replayed data in their share. An epoch is still one of the task's own samples."""
     if not replayed:
         return leave_teacher_out(options, replay) | {"data_path": [str(own)]}
     weights = [1 - replay.share, *(replay.share / len(replayed) for _ in replayed)]

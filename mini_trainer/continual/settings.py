@@ -233,10 +233,8 @@ OF_METHODS = ("train", "replay", "adapters", "keep_osft_bases", "export", "gener
 
 
 def read_settings(path: Path, *, output_dir: str | None = None) -> list[ContinualSettings]:
-    """Reads and checks a YAML file: the settings of one experiment, or of one for each of its `methods`.
-
-    `output_dir` replaces the file's own. ValueError names the file and the key.
-    """
+    """Reads and checks a YAML file: the settings of one experiment, or of one for each of its `methods`. `output_dir`
+    replaces the file's own. ValueError names the file and the key."""
     given = option_files.read_option_file(path, named=str(path))
     with option_files.naming_place(str(path)):
         given = option_files.name_values(given) | ({} if output_dir is None else {"output_dir": output_dir})

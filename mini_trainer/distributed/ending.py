@@ -44,7 +44,7 @@ class ExitCode(IntEnum):
     IO = 8  # a file could not be read or written, or a store or a server failed
     OUT_OF_MEMORY = 9
     STOPPED_BY_USER = 10  # Ctrl-C, the stop file or a callback: do not restart automatically
-    PEER_DIED = 11  # a rank, or its torchrun, was killed or crashed
+    PEER_DIED = 11  # a rank, or its torchrun, was killed or crashed; or machines did not meet
     INTERRUPTED = 130  # ended at once, without saving: Ctrl-C before the first step, or a second signal
 
 

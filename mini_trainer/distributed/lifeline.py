@@ -184,14 +184,16 @@ class Lifeline:
             if connection.transport.get_write_buffer_size() == 0:
                 connection.send(line)
 
-    async def wait_for_ends(self, seconds: float) -> None:
-        """Waits at most this long for the other ranks to close their connections.
+    async def wait_for_ends(self, seconds: float) -> list[int]:
+        """Waits at most this long for the other ranks to close their connections; returns those that have not.
 
         A process that exits with unread data resets its connections, and its peers would miss its last message.
         """
         deadline = self.loop.time() + seconds
-        connections = self.connections.values()
-        while not all(one.transport.is_closing() for one in connections) and self.loop.time() < deadline:
+        while True:
+            left = [rank for rank, one in self.connections.items() if not one.transport.is_closing()]
+            if not left or self.loop.time() >= deadline:
+                return left
             await asyncio.sleep(0.01)
 
 

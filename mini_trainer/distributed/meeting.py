@@ -17,14 +17,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mini_trainer.distributed.ending import ExitCode, RunError, log
+from mini_trainer.distributed.launcher import NO_AGENT_STORE, SECONDS_PER_NOTICE, SECONDS_UNTIL_TOLD
 from mini_trainer.distributed.messages import describe_ranks, say
 from mini_trainer.distributed.process import START_TIMEOUT, count_local_ranks
 from mini_trainer.options.reading import read_text
 
-SECONDS_PER_NOTICE = 30.0
 SECONDS_PER_LOOK = 2.0  # between looks for a newer start
 MOST_NODES = 8  # nodes that a message lists one by one
-NO_AGENT_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: rank 0 then hosts the store
 NEWEST = "newest start"  # key of the store
 ARRIVED, NUM_ARRIVED, ALL_ARRIVED, COMPLETE = "arrived", "num_arrived", "all_arrived", "complete"  # keys of a start
 
@@ -37,7 +36,7 @@ def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.
     deadline, seconds_per_notice = time.monotonic() + timeout, min(SECONDS_PER_NOTICE, timeout / 2)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        with late_notice(seconds_per_notice, f"waiting for the rendezvous at {host}, port {port}"):
+        with late_notice(SECONDS_UNTIL_TOLD, f"waiting for the rendezvous at {host}, port {port}"):
             store = open_store(host, port, rank, world_size, timeout=timeout)
         start = Start(store, rank, world_size)
         while not start.is_complete(min(seconds_per_notice, deadline - time.monotonic())):

@@ -95,8 +95,10 @@ def describe_numbers(name: str, numbers: Sequence[int]) -> str:
 
 
 def shows_progress() -> bool:
-    """Whether this is rank 0 and its stderr is a terminal."""
-    return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    """Whether this is rank 0 and its stderr is a terminal with room: some, of containers, have no columns."""
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        return False
+    return os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 def show_progress(items: Iterable[Any], what: str, *, unit: str) -> tqdm:

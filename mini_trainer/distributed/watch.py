@@ -7,6 +7,7 @@ rank 0's verdict. So one cause is reported once, and every rank ends with the sa
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -19,39 +20,26 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from mini_trainer.distributed import ending
+from mini_trainer.distributed.hang import (
+    SECONDS_PER_HEARTBEAT,
+    Peer,
+    Stand,
+    describe_hang,
+    describe_stands,
+    end_silent,
+    find_silent,
+    is_hanging,
+    limit_slow,
+    look,
+    read_recorders,
+)
 from mini_trainer.distributed.lifeline import Lifeline, Notice
 from mini_trainer.distributed.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, RunFiles
-from mini_trainer.distributed.messages import clean, describe_ranks, leave_bars, print_as_is, say
+from mini_trainer.distributed.messages import clean, leave_bars, print_as_is, say
 from mini_trainer.distributed.process import PARENT, may_be_launcher
+from mini_trainer.options.reading import write_over
 
-SLOW_LIMIT = 3600.0  # seconds allowed without progress while loading, saving, or compiling in the first step
-SECONDS_PER_HEARTBEAT = 1.0
-MOST_DETAILS = 4  # silent ranks that a message describes one by one
 FIRST_STEPS = 3  # in which a run whose micro-batches were chosen automatically starts over if it runs out of memory
-MOST_PLACES = 12  # phases that a message lists with the ranks in them
-
-
-@dataclass
-class Peer:
-    """A rank's state, from its heartbeats. Rank 0 knows all ranks, the others know rank 0 and themselves.
-
-    Times are in `Watch.clock`'s seconds.
-    """
-
-    host: str
-    pid: int
-    heard: float  # time of its last message
-    moved: float  # time of its training thread's last sign of progress
-    limit: float = SLOW_LIMIT  # seconds allowed without progress in the current phase
-    where: str = "the start"
-    said_goodbye: bool = False
-
-
-def is_hanging(peers: dict[int, Peer], clock: float, hang_timeout: float, *, is_rank0: bool) -> bool:
-    """Whether a rank is silent or makes no progress. Ranks other than 0 judge rank 0 only, and later than it does."""
-    if not is_rank0:
-        return 0 in peers and clock - peers[0].heard > 1.1 * hang_timeout + 2
-    return any(clock - peer.heard > hang_timeout or clock - peer.moved > peer.limit for peer in peers.values())
 
 
 def describe_death(rank: int, peer: Peer) -> str:
@@ -62,35 +50,14 @@ def describe_death(rank: int, peer: Peer) -> str:
     )
 
 
-def describe_hang(peers: dict[int, Peer], clock: float) -> str:
-    """Lists the silent ranks; if there are none, where each rank is."""
-    silent = {rank: peer for rank, peer in peers.items() if clock - peer.heard > 3 * SECONDS_PER_HEARTBEAT}
-    stacks = f"stack traces of the responsive ranks are in {ERRORS_DIR}/"
-    if silent:
-        names = [
-            f"rank {rank} (pid {peer.pid} on {peer.host}) has sent no heartbeat for {clock - peer.heard:.0f} s,"
-            f" last seen in {peer.where}"
-            for rank, peer in sorted(silent.items())[:MOST_DETAILS]
-        ]
-        others = sorted(silent)[MOST_DETAILS:]
-        more = f"; nor {'has' if len(others) == 1 else 'have'} {describe_ranks(others)}" if others else ""
-        return f"{'; '.join(names)}{more}: stopped, or cut off from the network; {stacks}"
-    places: dict[str, list[int]] = {}
-    for rank, peer in sorted(peers.items()):
-        places.setdefault(peer.where, []).append(rank)
-    seconds = max(clock - peer.moved for peer in peers.values())
-    found = "; ".join(f"{describe_ranks(ranks)} in {where}" for where, ranks in list(places.items())[:MOST_PLACES])
-    if len(places) > MOST_PLACES:
-        found += f"; {sum(map(len, list(places.values())[MOST_PLACES:]))} ranks elsewhere"
-    return f"all ranks are alive, but some made no progress for {seconds:.0f} s (--hang-timeout): {found}; {stacks}"
-
-
 TICK = 0.25  # seconds between looks at the marks and the clock
 # From the first report of a failure to the verdict: a death noticed in this time explains other ranks' errors.
 SECONDS_TO_COLLECT = 0.5
+SECONDS_TO_ANSWER = 2.0  # for the ranks to say where they stand, once one of them hangs
 SECONDS_FOR_VERDICT = 5.0  # A rank that has reported a failure waits this long for rank 0's verdict, then ends alone.
 SECONDS_TO_TELL = 3.0  # Time limit for each final step: printing and writing, waiting for other ranks, cleaning up.
 SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun may both forward one SIGTERM: within this time it counts once.
+SUMMARY = "summary.txt"  # of a hang, in ERRORS_DIR
 LARGEST_TEXT = 10_000  # maximum characters of a message (its first) or a traceback (its last)
 
 # Causes that every rank learns of by itself, before the lifeline exists.
@@ -139,9 +106,11 @@ class Watch:
         self.clock = 0.0  # seconds during which this process was watching
         self.last_tick, self.last_heartbeat = time.monotonic(), 0.0
         self.marks_seen = 0
-        self.peers = {self.rank: Peer(self.host, os.getpid(), 0.0, 0.0)}
+        self.slow_limit = limit_slow(hang_timeout)
+        self.peers = {self.rank: Peer(self.host, os.getpid(), 0.0, 0.0, self.slow_limit)}
         self.causes: list[ending.Cause] = []  # With the first one, the time until the verdict begins.
         self.reporters: set[int] = set()  # ranks that have sent their own error
+        self.has_asked = False  # where the ranks stand, after a hang
         self.goodbye: ending.Cause | None = None
         self.verdict: asyncio.Future[ending.Cause] = self.loop.create_future()
 
@@ -204,19 +173,19 @@ class Watch:
         self.last_tick = now
         own = self.peers[self.rank]
         own.heard, own.where = self.clock, self.marks.where
-        own.limit = max(SLOW_LIMIT, self.hang_timeout) if self.marks.num_slow_phases else self.hang_timeout
+        own.limit = self.slow_limit if self.marks.num_slow_phases else self.hang_timeout
         if self.marks.count != self.marks_seen:
             self.marks_seen, own.moved = self.marks.count, self.clock
         if self.clock - self.last_heartbeat >= SECONDS_PER_HEARTBEAT:
             self.last_heartbeat, still = self.clock, self.clock - own.moved
             self.lifeline.send_beat({"kind": "beat", "still": still, "limit": own.limit, "where": own.where})
-        if self.causes:
+        if self.causes or self.has_asked:
             return
         if self.has_torchrun and (os.getppid() != PARENT or not self.parent_started_this):
             name = f"pid {PARENT} on" if self.parent_started_this else "of"
             self.report(self.make_cause(ending.ExitCode.PEER_DIED, f"torchrun ({name} {self.host}) is gone", died=True))
         elif is_hanging(self.peers, self.clock, self.hang_timeout, is_rank0=self.rank == 0):
-            self._conclude(self.make_cause(ending.ExitCode.HANG, describe_hang(self.peers, self.clock)))
+            self._ask()
 
     def _on_signals(self) -> None:
         for number in self.signals.recv(4096):
@@ -244,7 +213,7 @@ class Watch:
 
     def _on_met(self, rank: int, host: str, pid: int) -> None:
         """Starts monitoring `rank`'s heartbeats."""
-        self.peers[rank] = Peer(host, pid, self.clock, self.clock)
+        self.peers[rank] = Peer(host, pid, self.clock, self.clock, self.slow_limit)
 
     def _on_message(self, rank: int, message: Notice) -> None:
         peer = self.peers[rank]
@@ -253,6 +222,11 @@ class Watch:
             case "beat":
                 peer.moved = self.clock - message["still"]
                 peer.limit, peer.where = message["limit"], message["where"]
+            case "look":
+                self.lifeline.send(0, {"kind": "stands", "stand": self._look()})
+            case "stands":
+                peer.stand = message["stand"]
+                self._conclude_if_answered()
             case "failed":
                 cause = ending.Cause(**message)
                 if not cause.died:
@@ -266,19 +240,67 @@ class Watch:
                 if message["reason"] and (self.local_rank == 0 or message["is_printed_by_all"]):
                     text = f"[rank {self.rank}] {message['reason']}"
                     ending.within(SECONDS_TO_TELL, lambda: say(text, is_error=True))
-                if message["code"] == ending.ExitCode.HANG:
-                    self._dump_stacks()
+                self._end_silent([tuple(process) for process in message["silent"]])
                 self._leave(message["code"], message["fewer_tokens"])
 
     def _on_lost(self, rank: int) -> None:
         """Handles a closed connection, whose process is gone: rank 0 informs all ranks, any other rank ends."""
-        if rank in self.reporters:
-            return  # It has reported why it ends, and did not wait for the verdict.
+        if rank in self.reporters or self.has_asked:
+            return  # It has reported why it ends, and did not wait for the verdict; or a hang is being looked at.
         message, host = describe_death(rank, self.peers[rank]), self.peers[rank].host
         cause = ending.Cause(ending.ExitCode.PEER_DIED, message, rank, host, self.marks.steps_done, died=True)
         self._add(cause, seconds=SECONDS_TO_COLLECT)
         if self.rank > 0:
             self._decide()
+
+    # A hang.
+
+    def _ask(self) -> None:
+        """Looks where this rank stands; rank 0 also asks the others, and concludes when all have answered. The others,
+        whose rank 0 is silent, conclude together: the first to do so kills it, if it can."""
+        self.has_asked = True
+        if self.rank == 0:
+            self.lifeline.send_to_all({"kind": "look"})
+        self.loop.call_later(SECONDS_TO_ANSWER if self.world_size > 1 else 0.0, self._conclude_hang)
+        self.peers[self.rank].stand = self._look()
+        if self.rank == 0:
+            self._conclude_if_answered()
+
+    def _conclude_if_answered(self) -> None:
+        silent = find_silent(self.peers, self.clock)
+        if all(peer.stand is not None or rank in silent for rank, peer in self.peers.items()):
+            self._conclude_hang()
+
+    def _conclude_hang(self) -> None:
+        self._conclude(self.make_cause(ending.ExitCode.HANG, describe_hang(self.peers, self.clock)))
+
+    def _look(self) -> Stand:
+        """Finds where this rank stands; writes every thread's stack, and the collectives that torch has recorded, to
+        output_dir/errors, the stacks to stderr without a directory."""
+        head = (
+            f"rank {self.rank}, pid {os.getpid()} on {self.host}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
+            f"in {self.marks.where}, {self.marks.steps_done} steps done\n\n"
+        )
+        stand, output_dir = look(), self.files.output_dir
+        path = None if output_dir is None else output_dir / ERRORS_DIR / f"rank_{self.rank}.txt"
+
+        def write() -> None:
+            ending.dump_stacks(head, path)
+            if path is not None and stand["collectives"]:
+                write_over(path.with_name(f"rank_{self.rank}_collectives.json"), json.dumps(read_recorders()))
+
+        with contextlib.suppress(OSError):
+            ending.within(SECONDS_TO_TELL, write)
+        return stand
+
+    def _list_processes(self, ranks: list[int]) -> list[tuple[str, int]]:
+        return [(self.peers[rank].host, self.peers[rank].pid) for rank in ranks]
+
+    def _end_silent(self, silent: list[tuple[str, int]]) -> None:
+        """Ends the processes of this host that cannot end themselves."""
+        for left in end_silent(silent, self.host):
+            if self.local_rank == 0:
+                ending.within(SECONDS_TO_TELL, lambda left=left: say(f"[rank {self.rank}] {left}", is_error=True))
 
     # The verdict.
 
@@ -334,16 +356,17 @@ class Watch:
         fewer = self.marks.fewer_tokens if cause.code == ending.ExitCode.OUT_OF_MEMORY else None
         if fewer is not None:
             cause = replace(cause, message=f"{cause.message}; starting over with --max-tokens-per-gpu {fewer}")
+        is_error = cause.code not in (ending.ExitCode.DONE, *ending.STOPPED)
+        silent = list(find_silent(self.peers, self.clock)) if cause.code == ending.ExitCode.HANG else []
         if self.rank == 0:
-            is_error = cause.code not in (ending.ExitCode.DONE, *ending.STOPPED)
             reason = replace(cause, details="").text if is_error else ""
             end = {"kind": "end", "code": cause.code, "reason": reason, "is_printed_by_all": cause.is_printed_by_all}
-            self.lifeline.send_to_all(end | {"fewer_tokens": fewer})
+            self.lifeline.send_to_all(end | {"fewer_tokens": fewer, "silent": self._list_processes(silent)})
         ending.within(SECONDS_TO_TELL, lambda: self._tell(cause))
-        if cause.code == ending.ExitCode.HANG:
-            self._dump_stacks()
+        self._end_silent(self._list_processes(silent))
         if self.rank == 0:
-            await self.lifeline.wait_for_ends(SECONDS_TO_TELL)
+            left = await self.lifeline.wait_for_ends(SECONDS_TO_TELL)
+            self._end_silent(self._list_processes(left if is_error else []))
         was_stopped = bool(self.marks.flags & ending.Flag.STOP_FILE)
         ending.within(SECONDS_TO_TELL, lambda: self.files.clean_up(cause, was_stopped=was_stopped))
         self._leave(cause.code, fewer)
@@ -352,21 +375,14 @@ class Watch:
         """Writes the cause to exit.json and prints it, with its afterword; only the first rank to write it prints."""
         if self._others_know(cause) or not self.files.record(cause):
             return
+        if self.has_asked and self.rank == 0 and self.files.output_dir is not None:
+            with contextlib.suppress(OSError):
+                summary = f"{cause.text}\n\n{describe_stands(self.peers)}"
+                write_over(self.files.output_dir / ERRORS_DIR / SUMMARY, summary)
         texts = ["" if cause.code == ending.ExitCode.DONE else cause.text, cause.afterword]
         if text := "\n".join(filter(None, texts)):
             # A single write including the newline, since several ranks may print at once.
             print_as_is(f"{leave_bars()}{clean(text)}\n", sys.stderr)
-
-    def _dump_stacks(self) -> None:
-        """Dumps every thread's stack to output_dir/errors/rank_{rank}.txt, or to stderr without a directory."""
-        head = (
-            f"rank {self.rank}, pid {os.getpid()} on {self.host}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
-            f"in {self.marks.where}, {self.marks.steps_done} steps done\n\n"
-        )
-        output_dir = self.files.output_dir
-        path = None if output_dir is None else output_dir / ERRORS_DIR / f"rank_{self.rank}.txt"
-        with contextlib.suppress(OSError):
-            ending.within(SECONDS_TO_TELL, lambda: ending.dump_stacks(head, path))
 
     def _leave(self, code: int, fewer_tokens: int | None) -> NoReturn:
         """Starts over with fewer tokens, or exits, with `code`, or under torchrun with 0 after a stop that was asked
@@ -419,7 +435,7 @@ class RunControl:
 
     @contextlib.contextmanager
     def slow(self, what: str) -> Iterator[None]:
-        """Marks a phase that may take up to `SLOW_LIMIT` without a sign of progress."""
+        """Marks a phase that may take up to `limit_slow` without a sign of progress."""
         before = self.marks.where
         self.marks.num_slow_phases += 1
         self.progress(what)

@@ -19,9 +19,10 @@ from torch.nn.functional import pad
 
 from mini_trainer.distributed.devices import memory_limit
 from mini_trainer.distributed.ending import ExitCode, RunError, describe_error, ending_with_message, log
+from mini_trainer.distributed.hang import keep_records, limit_slow
 from mini_trainer.distributed.messages import CleanFormatter, LinesAboveBars, shows_progress
 from mini_trainer.distributed.process import START_TIMEOUT, count_local_ranks, raise_open_file_limit
-from mini_trainer.distributed.watch import SLOW_LIMIT, RunControl
+from mini_trainer.distributed.watch import RunControl
 from mini_trainer.options import ShardingOptions
 
 
@@ -138,7 +139,7 @@ class World:
         return self.shard_mesh.size()
 
 
-def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOUT) -> World:
+def init_world(*, hang_timeout: float = 600.0, start_timeout: float = START_TIMEOUT) -> World:
     """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
 
     All ranks share one copy of the model, until `divide_world`. RunError if not all ranks join within `start_timeout`
@@ -146,7 +147,7 @@ def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOU
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     raise_open_file_limit()
-    timeout = timedelta(seconds=max(SLOW_LIMIT, hang_timeout) + SECONDS_AFTER_WATCHDOG)
+    timeout = timedelta(seconds=limit_slow(hang_timeout) + SECONDS_AFTER_WATCHDOG)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
@@ -154,6 +155,7 @@ def init_world(*, hang_timeout: float = 0.0, start_timeout: float = START_TIMEOU
     else:
         device = torch.device("cpu")
         backend = "gloo"
+    keep_records()
     # gloo would connect every rank to every other one, which takes N² connections and requests to the store.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if "RANK" in os.environ:

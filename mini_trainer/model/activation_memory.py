@@ -137,7 +137,9 @@ def find_tiled(model: PreTrainedModel, blocks: nn.ModuleList) -> tuple[str, ...]
 def list_tiled(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the outermost modules inside `module` that can be tiled."""
     for child in module.children():
-        if is_mlp(child) or holds_experts(child) or is_norm(child):
+        # Fused experts take hidden states, each token's experts, and their weights.
+        has_experts = count_inputs(child) == 3 and any(param.ndim == 3 for param in child.parameters(recurse=False))
+        if is_mlp(child) or has_experts or is_norm(child):
             yield child
         else:
             yield from list_tiled(child)
@@ -151,11 +153,6 @@ def is_mlp(module: nn.Module) -> bool:
     has_choice = any(isinstance(part, nn.ModuleList) for part in parts)  # a list of experts, with their router
     is_whole = num_held == len(list(module.parameters())) and not has_choice
     return count_inputs(module) == 1 and len(linear) > 1 and is_whole
-
-
-def holds_experts(module: nn.Module) -> bool:
-    """Whether the module takes hidden states, each token's experts and their weights, and fuses all experts."""
-    return count_inputs(module) == 3 and any(param.ndim == 3 for param in module.parameters(recurse=False))
 
 
 def is_norm(module: nn.Module) -> bool:

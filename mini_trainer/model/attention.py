@@ -171,9 +171,7 @@ def split_sequences(query: Tensor, key: Tensor, value: Tensor, row: Row, blocks:
 
 def make_mask(length: int, rule: Rule, device: torch.device, blocks: Tensor | None) -> Tensor:
     """Makes a (length, length) mask, True where query i sees key j: 0 <= i - j (< window), bidirectional: |i - j|.
-
-    `blocks` (length,): tokens with the same index >= 0 see each other in both directions; the window limits past keys.
-    """
+    `blocks` (length,): tokens with the same index >= 0 see each other both ways; the window limits past keys."""
     if blocks is not None:
         is_one = (blocks[:, None] == blocks) & (blocks >= 0)
         seen = is_one | torch.ones_like(is_one).tril_()

@@ -51,10 +51,8 @@ def attend_varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rul
 
 @torch.compiler.assume_constant_result
 def has_group_option() -> bool:
-    """Whether torch's varlen_attn takes groups of query heads only with an option.
-
-    torch 2.11's does not: it passes any heads on, and its kernel takes groups. If not, the start-up check would fail.
-    """
+    """Whether torch's varlen_attn takes groups of query heads only with an option. torch 2.11's does not: it passes any
+    heads on, and its kernel takes groups. If not, the start-up check would fail."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in list_parameters(varlen_attn)

@@ -51,11 +51,9 @@ def hand_micro_batch_on(base: nn.Module, blocks: nn.ModuleList, *, makes_masks: 
 def hold_call(
     row: HeldRow, makes_masks: bool, base: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Pre-forward hook of a model: stores its micro-batch, and drops arguments that its forward does not accept.
-
-    A model that makes masks gets a padding mask over the longest sequence, without padding: its mask (T, longest) then
-    starts with that of a single sequence, for any positions in the row.
-    """
+    """Pre-forward hook of a model: stores its micro-batch, and drops arguments that its forward does not accept. A
+    model that makes masks gets a padding mask over the longest sequence, without padding: its mask (T, longest) then
+    starts with that of a single sequence, for any positions in the row."""
     row.micro_batch = kwargs.get("micro_batch")
     if row.micro_batch is not None:
         if makes_masks:

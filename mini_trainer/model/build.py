@@ -44,11 +44,9 @@ def build_model(
     world: World,
     progress: Callable[[str], None] = lambda where: None,
 ) -> PackedModel:
-    """Builds the model, sharded over `world.mesh`, in train mode, with the layers that `method` adds.
-
-    Only rank 0 reads the weights, block by block, and broadcasts them. `weights_dtype` is the master weights' dtype.
-    `progress` is called during a long start.
-    """
+    """Builds the model, sharded over `world.mesh`, in train mode, with the layers that `method` adds. Only rank 0 reads
+    the weights, block by block, and broadcasts them. `weights_dtype` is the master weights' dtype. `progress` is called
+    during a long start."""
     meta = make_meta_model(source, compute, family=objective.family, method=method, device=world.device)
     if world.row_group is not None:
         check_divisible(meta, world.row_group.size)
@@ -217,11 +215,9 @@ def keep_own_attention(model: PreTrainedModel, requested: str) -> str:
 def apply_compile(
     blocks: nn.ModuleList, *, backend: str | Callable = "inductor", dynamic: bool = True
 ) -> "tuple[Compiled, ...]":
-    """Compiles each block separately, for any number of tokens and sequences; the options are torch.compile's.
-
-    All blocks of a kind share one compiled graph, and no micro-batch triggers recompilation, since none has a dimension
-    or a longest sequence of 1 (see `Objective.pack`), which torch.compile would specialize on.
-    """
+    """Compiles each block separately, for any number of tokens and sequences; the options are torch.compile's. All
+    blocks of a kind share one compiled graph, and no micro-batch triggers recompilation, since none has a dimension or
+    a longest sequence of 1 (see `Objective.pack`), which torch.compile would specialize on."""
     from mini_trainer.distributed.compilation import Compiled
 
     # Inside selective checkpointing torch compiles nothing that stores something, and blocks store their micro-batch.

@@ -137,11 +137,9 @@ def split_layers(blocks: nn.ModuleList, held: list[HeldRow], *, has_own_attentio
 
 
 def use_kernels(blocks: nn.ModuleList, device: torch.device) -> bool:
-    """Runs mixers on whole rows if their kernels take sequence borders; returns whether they do.
-
-    The start-up check tests them, and `use_loop` reverts this. A mixer either reads cu_seq_lens_q (gated delta nets) or
-    forwards cu_seqlens (KDA); all forward seq_idx, and each kernel gets the arguments that it accepts.
-    """
+    """Runs mixers on whole rows if their kernels take sequence borders; returns whether they do. The start-up check
+    tests them, and `use_loop` reverts this. A mixer either reads cu_seq_lens_q (gated delta nets) or forwards
+    cu_seqlens (KDA); all forward seq_idx, and each kernel gets the arguments that it accepts."""
     mixers = [mixer for block in blocks for mixer in find_mixers(block)]
     if not mixers or device.type != "cuda" or not all(map(has_kernels, mixers)):
         return False

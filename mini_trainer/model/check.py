@@ -31,11 +31,9 @@ FEW = 0.02  # share of tokens that another kernel's rounding may send to other e
 
 
 def check_model(packed_model: PackedModel, objective: Objective, *, world: World) -> None:
-    """Refuses a model whose packed sequences see each other or whose loss here differs from the model's own.
-
-    Layers with a recurrent state whose kernels take a row's sequence borders are checked in train and in eval mode, in
-    which transformers calls different kernels. If they leak across borders, these layers run once per sequence instead.
-    """
+    """Refuses a model whose packed sequences see each other or whose loss here differs from the model's own. Layers
+    with a recurrent state whose kernels take a row's sequence borders are checked in train and in eval mode, in which
+    transformers calls different kernels. If they leak across borders, these layers run once per sequence instead."""
     blocks = text_tower.find_blocks(packed_model.model)
     if any(map(find_mixers, blocks)):
         from mini_trainer.model.by_sequence import list_with_kernels, use_loop

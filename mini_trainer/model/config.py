@@ -150,10 +150,8 @@ def choose_tokenizer(
 
 def check_rope(config: PreTrainedConfig, *, longest: int) -> None:
     """Refuses rotary embeddings that depend on a row's longest sequence, if that would change the other sequences.
-
     `longest`: tokens of the longest sample. transformers switches "dynamic" and "longrope" to other frequencies for a
-    whole row as soon as one position exceeds the length that the model was originally trained with.
-    """
+    whole row as soon as one position exceeds the length that the model was originally trained with."""
     config = text_config(config)
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [entry for entry in rope.values() if isinstance(entry, dict)]  # as in Gemma 3

@@ -27,11 +27,9 @@ def take_heads(
     value: Tensor,
     row_group: RowGroup,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (1, heads, T, D)
-    """This rank's query heads for the whole row, and the corresponding key/value heads.
-
-    Key/value heads are repeated until N divides their number. If N does not divide the number of query heads, these are
-    padded with heads of zeros, and every query head gets its own key/value head.
-    """
+    """This rank's query heads for the whole row, and the corresponding key/value heads. Key/value heads are repeated
+    until N divides their number. If N does not divide the number of query heads, these are padded with heads of zeros,
+    and every query head gets its own key/value head."""
     num_kv_heads, size = key.shape[1], row_group.size
     num_needed = count_key_heads(query.shape[1], num_kv_heads, size)
     if num_needed > num_kv_heads:

@@ -13,11 +13,8 @@ MIN_SIZE = 256  # minimum input and output size of a layer: below, casting costs
 
 
 def apply_float8(blocks: nn.ModuleList, device: torch.device) -> None:
-    """Replaces the blocks' large linear layers with torchao's in fp8.
-
-    Each row of activations has its own scale, so that no token affects another, and weight gradients are computed in
-    bf16, which works for any number of tokens.
-    """
+    """Replaces the blocks' large linear layers with torchao's in fp8. Each row of activations has its own scale, so
+    that no token affects another, and weight gradients are computed in bf16, which works for any number of tokens."""
     is_installed = importlib.util.find_spec("torchao") is not None
     if not is_able(device) or not is_installed:
         raise ValueError(

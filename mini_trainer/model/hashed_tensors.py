@@ -48,7 +48,7 @@ def read_hashed(path: Path, *keys: str, what: str) -> tuple[dict[str, Tensor], d
     with open_hashed(path, *keys, what=what) as (file, about):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if about.pop(KEY) != hash_tensors(tensors, about):
-            raise ValueError(f"{what}: damaged, or of an earlier version: its hash differs from the recorded one")
+            raise ValueError(f"{what}: damaged: its hash differs from the recorded one")
     return tensors, about
 
 

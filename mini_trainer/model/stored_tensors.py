@@ -51,11 +51,8 @@ class Stored:
 
 
 class StoredFiles:
-    """The weight files of a model directory.
-
-    Opening a file parses all its names and shapes: for a hundred experts that become one tensor, `kept_open` does so
-    once. Otherwise a file is closed after each tensor, which releases its pages.
-    """
+    """The weight files of a model directory. A file is closed after each tensor, which releases its pages; `kept_open`
+    parses all names and shapes only once: for a hundred experts that become one tensor."""
 
     def __init__(self, path: Path):
         self.path = path

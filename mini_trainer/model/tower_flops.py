@@ -18,11 +18,9 @@ class TowerFlops:
 
 
 def count_parts(model: nn.Module, vision: PreTrainedConfig, parts: dict[str, list[str]]) -> TowerFlops:
-    """`TowerFlops` of a model with these parts and this config of its tower; counts matrices as `flops.count_flops`.
-
-    A projector's matrices count once per output token, which is right for most (LLaVA's, Qwen-VL's). Those of Llama 4's
-    adapter, which merges 4 patches, count for each of them: 4 % too much for a released model's tower.
-    """
+    """`TowerFlops` of a model with these parts and this config of its tower; counts matrices as `flops.count_flops`. A
+    projector's matrices count once per output token, which is right for most (LLaVA's, Qwen-VL's). Those of Llama 4's
+    adapter, which merges 4 patches, count for each of them: 4 % too much for a released model's tower."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     passes, flops = 2, {}  # FLOPs per frozen weight: 2 forward, 2 more for backward once an earlier part trains
     for part in ("vision", "projector"):

@@ -51,10 +51,8 @@ NOT_PLANNABLE = (ImportError, AttributeError, TypeError, KeyError, RuntimeError)
 
 def read_weights(source: ModelSource, family: Family) -> Readers:
     """Returns a function by name that reads each parameter and buffer; for tied parameters, only the source's.
-
     Embeddings (and rows of the head) of new tokens, and those that the config has beyond the files', are the mean of
-    the others. ValueError if the weights do not match the config.
-    """
+    the others. ValueError if the weights do not match the config."""
     model_dir = source.directory
     try:
         model, readers, report = plan_reading(source, family)
@@ -91,8 +89,9 @@ def read_weights(source: ModelSource, family: Family) -> Readers:
     kept = {name for tensors in (model.named_parameters, model.named_buffers)
             for name, _ in tensors(remove_duplicate=False)}  # fmt: skip
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    where = f"--model-name-or-path {model_dir}"
     readers = {
-        name: partial(read_finite, read, name, model_dir) if name in params else read
+        name: partial(read_finite, read, name, where) if name in params else read
         for name, read in readers.items()
         if name in kept
     }
@@ -102,8 +101,8 @@ def read_weights(source: ModelSource, family: Family) -> Readers:
     return readers
 
 
-def read_finite(read: Reader, name: str, model_dir: str) -> Tensor:
-    return check_finite(read(), name, where=f"--model-name-or-path {model_dir}")
+def read_finite(read: Reader, name: str, where: str) -> Tensor:
+    return check_finite(read(), name, where=where)
 
 
 def initialize_missing(model: PreTrainedModel, readers: Readers, report: dict[str, Any], family: Family) -> None:
@@ -270,11 +269,9 @@ def find_types(source: ModelSource, model: PreTrainedModel, names: Iterable[str]
 
 
 def list_left_out(source: ModelSource, family: Family, *, trained: Collection[str] = ()) -> dict[str, Stored]:
-    """Stored tensors other than the trained weights, dequantized, for an export of the whole model.
-
-    These are other towers and, if the family keeps them, tensors that transformers' model does not use, such as layers
-    for multi-token prediction. If the files hold only tensors named in `trained`, no model is made to find them.
-    """
+    """Stored tensors other than the trained weights, dequantized, for an export of the whole model. These are other
+    towers and, if the family keeps them, tensors that transformers' model does not use, such as layers for multi-token
+    prediction. If the files hold only tensors named in `trained`, no model is made to find them."""
     if not list_weights(Path(source.directory)):
         log.warning(f"warning: {source.directory}: its weights are gone; the export holds only the trained weights")
         return {}
@@ -370,8 +367,7 @@ class WeightGroup:
 def gather_parameters(
     model: PreTrainedModel, dtype: torch.dtype, *, world: World, leave_out: Collection[str] = ()
 ) -> list[WeightGroup]:
-    """A group for each parameter, unsharded and of its type in a model of `dtype` (tied ones once), and each persistent
-    buffer, unchanged."""
+    """A group for each parameter, unsharded, of its type in a model of `dtype` (tied ones once), and saved buffer."""
     saved = model.state_dict().keys()
     types = choose_types(model, (name for name, _ in model.named_parameters()), dtype)
     params = [(name, param.detach(), types[name]) for name, param in model.named_parameters()]

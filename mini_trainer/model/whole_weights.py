@@ -89,11 +89,9 @@ class PlacedWeights:
 
 
 class WholeWeights(PlacedWeights):
-    """All weights of a model, held by one rank.
-
-    A master that has the compute type already shares its memory with its weight, and its gradient. The others' weights
-    are copies, made again by each `gather`; their gradients are added to the masters' as autograd makes them.
-    """
+    """All weights of a model, held by one rank. A master that has the compute type already shares its memory with its
+    weight, and its gradient. The others' weights are copies, made again by each `gather`; their gradients are added to
+    the masters' as autograd makes them."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, *, kept: Collection[nn.Parameter]):
         """`kept`: parameters that compute in their own type."""

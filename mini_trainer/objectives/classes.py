@@ -63,10 +63,8 @@ def make_weights(weights: tuple[float, ...], device: torch.device) -> Tensor:  #
 
 def choose_class_weights(given: tuple[str, ...], task: DataTask, count_labels: CountLabels) -> tuple[float, ...] | None:
     """The classes' weights by --class-weights: none, balanced, or a number for each class. ValueError for others.
-
     balanced: targets / (classes x targets of the class), as in scikit-learn; where a target has several classes, the
-    targets without the class / those with it.
-    """
+    targets without the class / those with it."""
     if not given:
         return None
     flag = f"--class-weights {' '.join(given)}"
@@ -126,11 +124,8 @@ def predict_classes(task: DataTask, logits: np.ndarray) -> np.ndarray:  # (N, C)
 
 
 def score_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:
-    """scikit-learn's scores of classes (N,), or of zeros and ones for each class (N, C).
-
-    Means over classes are over those that are a target or were predicted; the accuracy of several classes is the share
-    of targets with exactly the right ones.
-    """
+    """scikit-learn's scores of classes (N,), or of zeros and ones for each class (N, C). Means are over classes that
+    are a target or were predicted; the accuracy of several classes is the share of exactly right targets."""
     from sklearn import metrics
 
     if task.label_type == "multi":

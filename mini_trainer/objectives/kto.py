@@ -47,10 +47,8 @@ class KTOLoss(preferences.AnswerLoss):
         ratios, is_there = self.read_unrelated(row_model, micro_batch)
         return torch.stack([ratios.sum(), is_there.sum()])
 
-    def read_unrelated(
-        self, row_model: TextRowModel, micro_batch: MicroBatch
-    ) -> tuple[Tensor, Tensor]:  # (S,) fp64 each
-        """The log-ratio of each sample's unrelated answer, 0 if it has none, and whether it has one (0 or 1)."""
+    def read_unrelated(self, row_model: TextRowModel, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:  # (S,) each
+        """The log-ratio of each sample's unrelated answer, 0 if it has none, and whether it has one (0, 1), in fp64."""
         targets = micro_batch.targets
         logps = self.sum_logps(self.read(row_model, targets.ahead), targets.ahead).double()
         is_there = (targets.ahead.targets.lengths[:, 0] > 0).double()
@@ -132,12 +130,8 @@ class Feedback(CausalLM):
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """A good answer alone."""
         sample = super().with_targets(sample, trainable, num_trained=num_trained)
-        weight = np.array([0 if num_trained == 0 else 1], np.float32)
-        return sample | {
-            GOOD_COLUMN: preferences.ONE,
-            PAIR_WEIGHT_COLUMN: weight,
-            REFERENCE_COLUMN: np.zeros(2, np.float32),
-        }
+        weight, reference = np.array([0 if num_trained == 0 else 1], np.float32), np.zeros(2, np.float32)
+        return sample | {GOOD_COLUMN: preferences.ONE, PAIR_WEIGHT_COLUMN: weight, REFERENCE_COLUMN: reference}
 
     def pack(self, samples: Sequence[Sample], **options: Any) -> MicroBatch:
         """The answers in one row, and the unrelated ones in another, which only the pass ahead of the step reads."""

@@ -43,11 +43,9 @@ MeasureChunk = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor, Tensor | No
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The cross-entropy of a chunk's tokens: a `MeasureChunk`.
-
-    `smoothing`: this share of each target is spread over the whole vocabulary (transformers' LabelSmoother).
-    `is_fused`: everything between the matrix products is fused by torch.compile. `weighting`: see `sum_chunk_loss`.
-    """
+    """The cross-entropy of a chunk's tokens: a `MeasureChunk`. `smoothing`: this share of each target is spread over
+    the whole vocabulary (transformers' LabelSmoother). `is_fused`: everything between the matrix products is fused by
+    torch.compile. `weighting`: see `sum_chunk_loss`."""
 
     tokens: TrainedTokens
     smoothing: float = 0.0
@@ -130,11 +128,9 @@ def sum_chunk_loss(
     needs_bias: bool,
     weighting: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The losses (rows, 1), their derivatives by the logits (rows, V) in their type, by the bias (V,) in fp32.
-
-    With a `weighting` each loss is weighted by a function of the model's own probabilities, taken as a constant, and
-    the values are (rows, 2): the weighted loss and the cross-entropy.
-    """
+    """The losses (rows, 1), their derivatives by the logits (rows, V) in their type, by the bias (V,) in fp32. With a
+    `weighting` each loss is weighted by a function of the model's own probabilities, taken as a constant, and the
+    values are (rows, 2): the weighted loss and the cross-entropy."""
     dtype = logits.dtype
     if softcap is not None:
         logits = logits.float().div_(softcap).tanh_().mul_(softcap)

@@ -225,10 +225,8 @@ class Objective(ABC):
         row_group: RowGroup | None = None,
     ) -> MicroBatch:
         """A micro-batch of the samples. `sources` (samples,): the one of `num_sources` data sets that each is from.
-
         With a `row_group` this rank's part of it. Where no sequence has more than one token, an idle sample joins them:
-        torch.compile takes 0 and 1 for constants, and would compile such a row by itself, whenever it comes.
-        """
+        torch.compile takes 0 and 1 for constants, and would compile such a row by itself, whenever it comes."""
         if max(len(sequence) for sample in samples for sequence in list_sequences(sample)) == 1:
             samples = [*samples, self.make_idle_sample()]
         row, extras = self.family.pack(samples)

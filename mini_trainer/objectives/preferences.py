@@ -90,11 +90,9 @@ def sum_logps(
     chunk_bytes: int = next_tokens.CHUNK_BYTES,
     compiled: bool = False,
 ) -> Tensor:  # (S,) fp32
-    """Each sum of its tokens' log-probabilities, with gradients.
-
-    The hidden states' gradients are computed with the forward pass, as if each sum's derivative were 1, and scaled in
-    the backward pass, when it is known: the body of the model runs once. Only a head that trains is multiplied again.
-    """
+    """Each sum of its tokens' log-probabilities, with gradients. The hidden states' gradients are computed with the
+    forward pass, as if each sum's derivative were 1, and scaled in the backward pass, when it is known: the body of the
+    model runs once. Only a head that trains is multiplied again."""
     return _SumLogps.apply(tokens.hidden, tokens.weight, tokens.bias, tokens, places, num_sums, chunk_bytes, compiled)
 
 

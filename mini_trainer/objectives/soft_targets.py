@@ -128,11 +128,8 @@ class Divergence(NamedTuple):
 
 @dataclass(frozen=True)
 class FromTop:
-    """KL(q || p) over the K tokens and one bucket for all others.
-
-    With the target left out of both, which are renormalised (arXiv 2605.29498), the target itself can be learned, and
-    everything else is kept.
-    """
+    """KL(q || p) over the K tokens and one bucket for all others. With the target left out of both, which are
+    renormalised (arXiv 2605.29498), the target itself can be learned, and everything else is kept."""
 
     leaves_target_out: bool = False
 
@@ -143,10 +140,8 @@ class FromTop:
         self, log_p: Tensor, target: Tensor, top: Top, *, share: float | Tensor = 0.0, scale: float | Tensor = 1.0
     ) -> Divergence:
         """The divergence, and share * p + scale * its derivatives in place of `log_p`, so that a cross-entropy's
-        derivatives need no memory of their own. `share` and `scale` are numbers, or (R, 1).
-
-        The student's probability of all others counts as no less than the smallest normal number.
-        """
+        derivatives need no memory of their own. `share` and `scale` are numbers, or (R, 1). The student's probability
+        of all others counts as no less than the smallest normal number."""
         log_named = log_p.gather(1, top.ids)
         p = log_p.exp_()
         p_named, p_target = p.gather(1, top.ids), p.gather(1, target)

@@ -19,16 +19,10 @@ from mini_trainer.data.columns.base import IGNORED, CountLabels, DataTask, Sampl
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.world import RowGroup
+from mini_trainer.objectives import next_tokens, soft_targets
 from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
 from mini_trainer.objectives.families.text import TextRowModel
-from mini_trainer.objectives.next_tokens import (
-    CHUNK_BYTES,
-    CausalLM,
-    NextTokens,
-    TokenLoss,
-    TrainedTokens,
-    compute_logits,
-)
+from mini_trainer.objectives.next_tokens import CHUNK_BYTES, CausalLM, NextTokens, TokenLoss, TrainedTokens
 from mini_trainer.objectives.objective import (
     SELF,
     TARGETS,
@@ -38,14 +32,7 @@ from mini_trainer.objectives.objective import (
     TeacherModel,
     TeacherScores,
 )
-from mini_trainer.objectives.soft_targets import (
-    SOFT_COLUMN,
-    Divergence,
-    SoftTargets,
-    Top,
-    make_even_records,
-    read_records,
-)
+from mini_trainer.objectives.soft_targets import SOFT_COLUMN, Divergence, SoftTargets, Top, read_records
 from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
 
 # Looked up in compiled code, which cannot import.
@@ -92,7 +79,7 @@ class TaughtTargets(NextTokens):
         """The targets of a check's row, in which the teacher says the same of all tokens."""
         own, soft = super().gather(row_group, num_tokens=num_tokens), self.soft
         if soft is not None:
-            soft = read_records([make_even_records(len(own.index), soft.ids.shape[1])])
+            soft = read_records([soft_targets.make_even_records(len(own.index), soft.ids.shape[1])])
         return TaughtTargets(**vars(own), soft=soft)
 
 
@@ -106,11 +93,8 @@ def measure_taught_chunk(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """VALUES and 1 with a teacher (rows, NUM_VALUES), the loss's derivatives by the logits (rows, V) in their type, and
-    by the bias (V,).
-
-    Computes in fp32, or in fp64 for logits in fp64. Vocabularies that differ in padding are compared on their common
-    part. Rows with a weight of 0 of their own have no teacher.
-    """
+    by the bias (V,). Computes in fp32, or in fp64 for logits in fp64. Vocabularies that differ in padding are compared
+    on their common part. Rows with a weight of 0 of their own have no teacher."""
     dtype, weight, temperature = logits.dtype, terms.weight, terms.temperature
     logits = logits.to(torch.float64 if dtype == torch.float64 else torch.float32)
     has_own_weights = isinstance(weight, Tensor)
@@ -197,7 +181,7 @@ class TaughtChunk:
         if self.targets.soft is not None:
             soft = self.targets.soft.slice(chunk)
             return Top(soft.ids.long(), soft.log_q, soft.log_q_target)
-        return compute_logits(self.targets.teacher, chunk)
+        return next_tokens.compute_logits(self.targets.teacher, chunk)
 
 
 @dataclass(frozen=True)
@@ -290,7 +274,7 @@ class Taught(CausalLM):
         return sample if self.top_k is None else sample | {SOFT_COLUMN: self.make_even_records(sample["labels"])}
 
     def make_even_records(self, labels: np.ndarray) -> np.ndarray:
-        return make_even_records(int(np.count_nonzero(labels[1:] != IGNORED)), self.top_k)
+        return soft_targets.make_even_records(int(np.count_nonzero(labels[1:] != IGNORED)), self.top_k)
 
     def pack(self, samples: Sequence[Sample], **options: Any) -> MicroBatch:
         """With a second row for the teacher next to the samples: idle for validation data, which has none."""

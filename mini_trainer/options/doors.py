@@ -5,10 +5,8 @@ options' choices, --help, the reference and the checks read the table.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
-
-Door = TypeVar("Door")
+from collections import UserDict
+from typing import Any
 
 
 def open_door(place: str) -> Any:
@@ -18,23 +16,11 @@ def open_door(place: str) -> Any:
     return getattr(module, attribute) if attribute else module
 
 
-class Doors(Mapping[str, Door]):
-    """Objects at "module:attribute", by name. Listing the names imports nothing."""
+class Doors(UserDict[str, Any]):
+    """Objects by name, from their places, "module:attribute". Listing the names imports nothing."""
 
-    def __init__(self, places: Mapping[str, str]):
-        self.places = dict(places)
-
-    def __getitem__(self, name: str) -> Door:
-        return open_door(self.places[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.places
+    def __getitem__(self, name: str) -> Any:
+        return open_door(self.data[name])
 
 
 DOUBTS = (  # of rows, by the names of --refuse (data/chat/linting.py)
@@ -45,42 +31,34 @@ DOUBTS = (  # of rows, by the names of --refuse (data/chat/linting.py)
 METHODS = Doors({"osft": "mini_trainer.osft:OSFT", "lora": "mini_trainer.model.methods.lora:LoRA"})  # by their option
 
 OPTIMIZERS = Doors(
-    {
-        "adamw": "mini_trainer.model.optim.optimizers:AdamW",
-        "adamw8bit": "mini_trainer.model.optim.optimizers:AdamW8bit",
-        "muon": "mini_trainer.model.optim.muon:MuonForMatrices",
-    }
+    adamw="mini_trainer.model.optim.optimizers:AdamW",
+    adamw8bit="mini_trainer.model.optim.optimizers:AdamW8bit",
+    muon="mini_trainer.model.optim.muon:MuonForMatrices",
 )
 
 ATTENTION = Doors(  # by the backends of model.attention
-    {
-        "flash_attn": "mini_trainer.model.attention_kernels:attend_flash_attn",  # package flash-attn
-        "varlen": "mini_trainer.model.attention_kernels:attend_varlen",  # ships with torch
-        "varlen_fa3": "mini_trainer.model.attention_kernels:attend_varlen",  # package flash_attn_interface
-        "sdpa": "mini_trainer.model.attention:attend_sdpa",  # any device, one sequence at a time
-        "eager": "mini_trainer.model.attention:attend_eager",  # the same, for every feature
-    }
+    flash_attn="mini_trainer.model.attention_kernels:attend_flash_attn",  # package flash-attn
+    varlen="mini_trainer.model.attention_kernels:attend_varlen",  # ships with torch
+    varlen_fa3="mini_trainer.model.attention_kernels:attend_varlen",  # package flash_attn_interface
+    sdpa="mini_trainer.model.attention:attend_sdpa",  # any device, one sequence at a time
+    eager="mini_trainer.model.attention:attend_eager",  # the same, for every feature
 )
 
 # Schedules that fall towards the end of the run, which therefore has to be known: fraction of the peak, from 1 to 0, as
 # a function of the decay's progress, from 0 to 1.
 DECAYS = Doors(
-    {
-        "linear": "mini_trainer.model.optim.optimizers:decay_linearly",
-        "cosine": "mini_trainer.model.optim.optimizers:decay_by_cosine",
-        "cosine_with_restarts": "mini_trainer.model.optim.optimizers:decay_in_cycles",
-        "polynomial": "mini_trainer.model.optim.optimizers:decay_by_power",
-        "wsd": "mini_trainer.model.optim.optimizers:decay_linearly",
-    }
+    linear="mini_trainer.model.optim.optimizers:decay_linearly",
+    cosine="mini_trainer.model.optim.optimizers:decay_by_cosine",
+    cosine_with_restarts="mini_trainer.model.optim.optimizers:decay_in_cycles",
+    polynomial="mini_trainer.model.optim.optimizers:decay_by_power",
+    wsd="mini_trainer.model.optim.optimizers:decay_linearly",
 )
 SCHEDULES = ("constant_with_warmup", "constant", "inverse_sqrt", *DECAYS)
 
 # Weights of single tokens' losses, by the model's own probabilities.
 WEIGHTINGS = Doors(
-    {
-        "dft": "mini_trainer.objectives.next_tokens:weigh_by_probability",
-        "eaft": "mini_trainer.objectives.next_tokens:weigh_by_entropy",
-    }
+    dft="mini_trainer.objectives.next_tokens:weigh_by_probability",
+    eaft="mini_trainer.objectives.next_tokens:weigh_by_entropy",
 )
 
 # Divergences from a teacher: from a file of its K most probable tokens, and from its own logits.
@@ -112,45 +90,35 @@ WEIGHED_BY = ("samples", "tokens")  # what --data-weights are shares of
 FREEZABLE = ("vision", "projector", "language", "nothing")  # parts of vision-language models
 
 TRACKERS = Doors(
-    {
-        "wandb": "mini_trainer.run.trackers:start_wandb",
-        "tensorboard": "mini_trainer.run.trackers:start_tensorboard",
-        "mlflow": "mini_trainer.run.trackers:start_mlflow",
-    }
+    wandb="mini_trainer.run.trackers:start_wandb",
+    tensorboard="mini_trainer.run.trackers:start_tensorboard",
+    mlflow="mini_trainer.run.trackers:start_mlflow",
 )
 TRACKER_PACKAGES = {"mlflow": ("mlflow", "sqlalchemy")}  # of trackers that need more modules than their namesake
 
 # Formats of rows that are detected by their keys, the first that fits; and those that are named, of which
 # classification's rows have no loss mask.
 TEXT_FORMATS = Doors(
-    {
-        "messages": "mini_trainer.data.rows.formats:MESSAGES",
-        "sharegpt": "mini_trainer.data.rows.formats:SHAREGPT",
-        "alpaca": "mini_trainer.data.rows.formats:ALPACA",
-        "completion": "mini_trainer.data.rows.formats:COMPLETION",
-        "document": "mini_trainer.data.rows.formats:DOCUMENT",
-    }
+    messages="mini_trainer.data.rows.formats:MESSAGES",
+    sharegpt="mini_trainer.data.rows.formats:SHAREGPT",
+    alpaca="mini_trainer.data.rows.formats:ALPACA",
+    completion="mini_trainer.data.rows.formats:COMPLETION",
+    document="mini_trainer.data.rows.formats:DOCUMENT",
 )
 MASKED_FORMATS = Doors(
-    {
-        "preference": "mini_trainer.data.rows.preference_rows:prepare_preferences",
-        "feedback": "mini_trainer.data.rows.preference_rows:prepare_feedback",
-    }
+    preference="mini_trainer.data.rows.preference_rows:prepare_preferences",
+    feedback="mini_trainer.data.rows.preference_rows:prepare_feedback",
 )
 NAMED_FORMATS = ("classification", *MASKED_FORMATS)
 
 ENGINES = Doors(
-    {
-        "hf": "mini_trainer.use.inference.hf_engine:HFEngine",
-        "vllm": "mini_trainer.use.inference.vllm_engine:VLLMEngine",
-        "openai": "mini_trainer.use.inference.openai_engine:OpenAIEngine",
-    }
+    hf="mini_trainer.use.inference.hf_engine:HFEngine",
+    vllm="mini_trainer.use.inference.vllm_engine:VLLMEngine",
+    openai="mini_trainer.use.inference.openai_engine:OpenAIEngine",
 )
 SCORERS = Doors(
-    {
-        "hf": "mini_trainer.tools.score_data:LocalScorer",
-        "openai": "mini_trainer.tools.score_data:ServerScorer",
-    }
+    hf="mini_trainer.tools.score_data:LocalScorer",
+    openai="mini_trainer.tools.score_data:ServerScorer",
 )
 
 # Trainers whose configurations can be imported.

@@ -83,6 +83,10 @@ def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str
             yield entry, None
 
 
+def is_required(option: dataclasses.Field) -> bool:
+    return option.default is option.default_factory is dataclasses.MISSING
+
+
 def list_types(options_class: type) -> dict[str, Any]:
     """Types of all options by name."""
     return {option.name: option.type for option, _ in iterate_fields(options_class)}
@@ -188,6 +192,7 @@ def parse_rate(text: str) -> tuple[str, float | None, float | None]:
     except ValueError:
         found = []
     is_sound = all(value is None or 0 <= value < math.inf for value in found) and any(v is not None for v in found)
+    is_sound = is_sound and (found[0] or 0) <= 1
     if not pattern or not is_sound or (colon and not decay):
         raise ValueError(
             f"{text}: must be a pattern of names with a learning rate (lm_head*=1e-6), a weight decay"

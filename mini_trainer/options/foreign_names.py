@@ -97,10 +97,6 @@ TRACKER_KEYS = {  # keys that turn a tracker on
     "wandb": "wandb_project wandb_run_name wandb_name",
     "mlflow": "mlflow_experiment_name mlflow_run_name",
 }
-RANK_STABLE = "--lora-alpha times the square root of --lora-rank is the same scale"
-PRIVATE = "the repository's own setting: create it before the run, as private"
-RATES_BY_NAME = "--learning-rate-for sets the learning rate of parameters by their names"
-NO_NOISE = "noise on embeddings has no option here; --label-smoothing and --weight-decay regularize"
 SPEED = "affects only speed or memory"
 
 TABLE = (
@@ -180,7 +176,7 @@ TABLE = (
         " one a run has no end"),
     # Optimization.
     Row("lr learning_rate_peak peak_lr", "learning_rate"),
-    Row("warmup_steps lr_warmup_steps", "num_warmup_steps"),
+    Row("warmup_steps warmup_ratio lr_warmup_steps", "num_warmup_steps"),
     Row("lr_scheduler lr_scheduler_type lr_schedule scheduler", "lr_scheduler", SCHEDULES, decides=True),
     Row("lr_scheduler_kwargs",
         reason="--min-lr-ratio, --lr-shape and --num-decay-steps shape the schedule"),
@@ -195,12 +191,14 @@ TABLE = (
     Row("adamw_weight_decay", "weight_decay"),
     Row("max_grad_norm grad_clip gradient_clipping clip_grad_norm max_norm", "max_grad_norm", {0: None}),
     Row("random_seed data_seed random_state", "seed"),
-    Row("neftune_noise_alpha noisy_embedding_alpha", values={0: {}, None: {}}, reason=NO_NOISE, decides=True),
+    Row("neftune_noise_alpha noisy_embedding_alpha", values={0: {}, None: {}}, decides=True,
+        reason="noise on embeddings has no option here; --label-smoothing and --weight-decay regularize"),
     Row("label_smoothing_factor", "label_smoothing", {0: {}}, of_texts=True),
     Row("router_aux_loss_coef", "router_aux_loss", {0: {}}),
     Row("average_tokens_across_devices",
         reason="always on: the loss is the mean over all trained tokens of the step"),
-    Row("lr_groups embedding_lr loraplus_lr_ratio lora_plus_lr_ratio", decides=True, reason=RATES_BY_NAME),
+    Row("lr_groups embedding_lr loraplus_lr_ratio lora_plus_lr_ratio", decides=True,
+        reason="--learning-rate-for sets the learning rate of parameters by their names"),
     # Objectives and losses.
     Row("rl", "objective", {name: PAIRS | {"preference_loss": name} for name in ("ipo", "orpo", "simpo")}
         | {"dpo": PAIRS, "kto": {"objective": "kto"}}, f"{NO_OBJECTIVE}; reinforcement learning neither", decides=True,
@@ -228,7 +226,8 @@ TABLE = (
     Row("label_smoothing dpo_label_smoothing", of="trl-dpo axolotl",
         reason="ignored by this loss in today's TRL; earlier versions trained conservative DPO, which is"
         " --label-smoothing"),
-    Row("kto_desirable_weight kto_chosen_weight kto_undesirable_weight kto_rejected_weight", "kto_weight_ratio"),
+    Row("kto_desirable_weight kto_chosen_weight kto_undesirable_weight kto_rejected_weight desirable_weight"
+        " undesirable_weight", "kto_weight_ratio"),
     Row("center_rewards_coefficient", "reward_centering"),
     Row("ref_model ref_model_name_or_path", "reference_model"),
     Row("precompute_ref_log_probs precompute_ref_batch_size ref_model_init_kwargs model_adapter_name ref_adapter_name"
@@ -267,7 +266,7 @@ TABLE = (
     Row("lora_target_linear lora_target_parameters target_parameters",
         reason="without --lora-target-modules every linear layer of the blocks has an adapter, experts too"),
     Row("additional_target modules_to_save", "lora_modules_to_save"),
-    Row("use_rslora peft_use_rslora", reason=RANK_STABLE),
+    Row("use_rslora peft_use_rslora", reason="--lora-alpha times the square root of --lora-rank is the same scale"),
     Row("use_dora peft_use_dora", "lora_use_dora"),
     Row("lora_model_dir adapter_name_or_path", "lora_adapter"),
     Row("lora_task_type task_type", reason="follows from --objective", values={"CAUSAL_LM": {}, "SEQ_CLS": {}}),
@@ -394,7 +393,7 @@ TABLE = (
         " out"),
     Row("loss_watchdog_*", reason="a loss that is not finite ends the run"),
     Row("hub_model_id", "push_to_hub"),
-    Row("hub_private_repo", reason=PRIVATE),
+    Row("hub_private_repo", reason="the repository's own setting: create it before the run, as private"),
     Row("hub_token", reason="huggingface_hub's own: the environment variable HF_TOKEN, or hf auth login"),
     Row("hub_revision hub_model_revision", reason="exports are uploaded to the main branch of --push-to-hub"),
     Row("hub_strategy hub_always_push hub_*", reason="every export is uploaded to --push-to-hub"),

@@ -18,7 +18,7 @@ from mini_trainer.distributed.command import name_command
 from mini_trainer.distributed.ending import exit_with_message
 from mini_trainer.distributed.messages import print_as_is
 from mini_trainer.options.answers import describe_unknown
-from mini_trainer.options.fields import flag_name, iterate_fields, list_groups, list_types
+from mini_trainer.options.fields import flag_name, is_required, iterate_fields, list_groups, list_types
 
 ALONE = "general"  # options of no group, as a topic
 MOST_WIDTH, INDENT = 100, " " * 6
@@ -129,10 +129,6 @@ def describe_default(option: dataclasses.Field) -> str:
     if default is True:
         return f" Default: on; {flag_name(option.name).replace('--', '--no-', 1)} turns it off."
     return f" Default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}."
-
-
-def is_required(option: dataclasses.Field) -> bool:
-    return option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING
 
 
 def name_values(option: dataclasses.Field, *, is_short: bool = False) -> str:

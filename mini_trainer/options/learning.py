@@ -115,7 +115,7 @@ class OptimizationOptions:
     master_weights: Literal["float32", "bfloat16"] = option("float32", decides="state")
     """bfloat16: halve the memory of weights, and of gradients between micro-batches, with stochastic rounding of
     updates, so that small ones are not lost; noisier."""
-    learning_rate: float = option(1e-5, at_least=0)
+    learning_rate: float = option(1e-5, at_least=0, at_most=1)
     """Peak learning rate."""
     num_warmup_steps: int | float = option(0, at_least=0, parse=parse_steps_or_share)
     """Number of linear warm-up steps; below 1: their share of the run's steps, such as 0.03."""

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 import yaml
 
 from mini_trainer.options import flag_name, iterate_fields, list_types
-from mini_trainer.options.fields import flag_for, name_type
+from mini_trainer.options.fields import flag_for, is_required, name_type
 from mini_trainer.options.problems.finding import find_single_problems
 from mini_trainer.options.reading import read_text
 from mini_trainer.options.urls import is_secret
@@ -34,7 +34,6 @@ DATE, TEXT = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:str"
 ALLOWED, PREFIX = ("HOME", "USER", "SCRATCH", "TMPDIR"), "SLURM_"
 REFERENCE = re.compile(r"\$\$\{|\$\{(\w*)(\}?)")
 UNJOINED = re.compile(r"[^\s,]+")
-WITH_COMMAS = ("label_names",)  # where several are given, a comma in one belongs to it
 BRACKETS = ("()", "[]", "{}", "<>")  # where all are closed, a comma can follow
 RECIPES = Path(__file__).resolve().parent / "known_models"
 Settings = TypeVar("Settings")
@@ -279,7 +278,7 @@ def refuse_joined_values(flags: Iterable[tuple[str, list[str]]], options_class: 
     types = list_types(options_class)
     for name, values in flags:
         parts = [part for value in values for part in split_joined(value)]
-        is_text = name in WITH_COMMAS and len(values) > 1
+        is_text = name == "label_names" and len(values) > 1  # a comma in one of several belongs to it
         if get_origin(types.get(name)) is tuple and parts != values and not is_text:
             raise ValueError(
                 f"{flag_name(name)} {' '.join(values)}: values of a list are separated by spaces:"
@@ -336,11 +335,8 @@ def read_at(place: str, value: Any, read: Callable[[Any], Any]) -> Any:
 
 def list_missing(options_class: type, given: Collection[str]) -> list[str]:
     """Names of the options that have no default and are not given."""
-    return [
-        option.name
-        for option, _ in iterate_fields(options_class)
-        if option.default is option.default_factory is dataclasses.MISSING and option.name not in given
-    ]
+    required = [option.name for option, _ in iterate_fields(options_class) if is_required(option)]
+    return [name for name in required if name not in given]
 
 
 def parse_value(name: str, value: Any, options_class: type) -> Any:

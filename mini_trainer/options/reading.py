@@ -58,12 +58,6 @@ def check_unicode(words: Iterable[str]) -> None:
         word.encode()
 
 
-def check_regular(path: Path) -> None:
-    """OSError for a pipe or a device in the place of a file that a library opens by its name."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path}: {NOT_REGULAR}")
-
-
 def read_bytes(path: Path, *, most: int = MOST_BYTES, follows: bool = True) -> bytes:
     """A file's bytes. OSError as of `open_descriptor`; ValueError, without the file's name, if it is too large."""
     with open_regular(path, follows=follows) as file:
@@ -86,11 +80,18 @@ def map_file(path: Path, *, follows: bool = True) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
+def write_over(path: Path, text: str) -> None:
+    """Writes a file of our own, not in one step: for what nobody reads back."""
+    with open_own(path, "w") as file:
+        file.write(text)
+
+
 def open_tensors(path: Path, framework: str = "pt") -> Any:
     """safetensors' reader of a file. OSError or SafetensorError if it cannot be read."""
     from safetensors import safe_open
 
-    check_regular(path)
+    if path.exists() and not path.is_file():  # a pipe or a device, which could block forever
+        raise OSError(f"{path}: {NOT_REGULAR}")
     return safe_open(path, framework)
 
 
@@ -160,8 +161,14 @@ def read_metrics(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None
 
 def parse_metrics(line: bytes) -> dict[str, Any] | None:
     """The metrics of a step or a validation; None if the line is damaged."""
+    row = parse_object(line) or {}
+    return row if type(row.get("step")) is int and "loss" in row else None
+
+
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """The object that a line of JSON holds; None if the line is damaged, or holds something else."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int and "loss" in row else None
+    return row if isinstance(row, dict) else None

@@ -27,7 +27,8 @@ class EndOptions:
     """End the run if not all ranks have joined after this many seconds. Missing ranks are reported every 30 seconds."""
     hang_timeout: int = option(600, at_least=1, at_most=MOST_SECONDS)
     """End the run, with every rank's stack traces in OUTPUT_DIR/errors, if a rank is silent or makes no progress for
-    this many seconds. Must exceed the longest step; the first step, loading and saving have an hour."""
+    this many seconds. Must exceed the longest step; the first step, loading and saving have six times as much
+    (docs/tasks/hangs.md)."""
 
     @property
     def is_given(self) -> bool:

@@ -8,7 +8,6 @@ from mini_trainer.options.doors import DOUBTS, DTYPES, ENGINES, SCORERS, TEXT_FO
 from mini_trainer.options.fields import option, parse_shard
 
 OF_SERVER = ("engine", ("openai",))
-MOST_TOP_K = 256  # tokens that a teacher's file names of each position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +182,7 @@ class ScoreDataOptions:
     prompts."""
     name: str = "teacher"
     """Name of the scores: train.py --teacher-scores."""
-    top_k: int = option(32, at_least=1, at_most=MOST_TOP_K)
+    top_k: int = option(32, at_least=1, at_most=256)
     """Number of most probable tokens to keep for each position, 1 to 256."""
     temperature: float = option(1.0, above=0)
     """Temperature of the distributions: train.py --teacher-temperature."""

@@ -10,7 +10,6 @@ at that time. Nothing is ever unpickled, and names in the manifest are only comp
 """
 
 import os
-import re
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,11 +20,10 @@ from torch import Tensor
 
 from mini_trainer.data.stores.contents import MANIFEST, load_manifest
 from mini_trainer.options.reading import open_tensors
+from mini_trainer.run.file_names import STATE, find_checkpoints
 from mini_trainer.run.write_pool import DTYPES, TensorFile, WritePool
 
-STATE = "state.json"
 DAMAGED = "damaged_"  # name prefix of damaged checkpoints
-STEP_NAME = r"step_\d+"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], pool: WritePool) -> dict[str, Any]:
@@ -146,12 +144,6 @@ def set_aside(directory: Path) -> Path:
     return target
 
 
-def find_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in `directory`, newest first."""
-    paths = directory.iterdir() if directory.is_dir() else []
-    return sorted((path for path in paths if re.fullmatch(STEP_NAME, path.name)), key=step_of, reverse=True)
-
-
 def check_links(directory: Path) -> None:
     """ValueError for a checkpoint that is a symbolic link, whose target could change or vanish unnoticed."""
     for path in find_checkpoints(directory):
@@ -165,7 +157,3 @@ def check_links(directory: Path) -> None:
 def has_checkpoints(directory: Path) -> bool:
     """Whether there are checkpoints here, including damaged ones."""
     return bool(find_checkpoints(directory)) or any(directory.glob(f"{DAMAGED}*"))
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))

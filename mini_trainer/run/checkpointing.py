@@ -24,7 +24,7 @@ from mini_trainer.model.optim.optimizers import state_keys
 from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options.reading import hash_file, read_json
-from mini_trainer.run import checkpoint_files
+from mini_trainer.run import checkpoint_files, file_names
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.write_pool import WritePool
 
@@ -170,7 +170,7 @@ class Checkpointer:
             shutil.rmtree(self.aside, ignore_errors=True)
             raise OSError(f"{message}. Older checkpoints are unchanged") from None
         num_valid = 0
-        for path in checkpoint_files.find_checkpoints(self.directory):
+        for path in file_names.find_checkpoints(self.directory):
             if num_valid == self.num_kept:
                 disk.remove_directory(path)
                 continue
@@ -187,8 +187,8 @@ class Checkpointer:
         if resume in ("auto", "strict"):
             return self.open_newest(strict=resume == "strict")
         checkpoint = self.open(Path(resume))
-        newer = call_on_rank0(self.world, lambda: checkpoint_files.find_checkpoints(self.directory))
-        newer = [path.name for path in newer if checkpoint_files.step_of(path) > checkpoint.state["position"]["step"]]
+        newer = call_on_rank0(self.world, lambda: file_names.find_checkpoints(self.directory))
+        newer = [path.name for path in newer if file_names.step_of(path) > checkpoint.state["position"]["step"]]
         if newer:
             raise ValueError(
                 f"--resume {resume}: {self.directory} has newer checkpoints ({', '.join(newer)}), which the next start"
@@ -202,7 +202,7 @@ class Checkpointer:
         A damaged one is renamed, and the next older one is tried. NoValidCheckpoint if none is left, or, with `strict`,
         if the newest is damaged.
         """
-        for path in call_on_rank0(self.world, lambda: checkpoint_files.find_checkpoints(self.directory)):
+        for path in call_on_rank0(self.world, lambda: file_names.find_checkpoints(self.directory)):
             damage, checkpoint = self._verify(path)
             if damage is None:
                 return checkpoint
@@ -320,7 +320,7 @@ def check_state(state: Any, name: str) -> None:
         is_sound = False
     if not is_sound:
         raise ValueError(f"{checkpoint_files.STATE} does not have the form that train.py writes")
-    if re.fullmatch(checkpoint_files.STEP_NAME, name) and name != f"step_{position['step']}":
+    if re.fullmatch(file_names.STEP_NAME, name) and name != f"step_{position['step']}":
         raise ValueError(f"{checkpoint_files.STATE} is of step {position['step']}, but the directory's name is {name}")
 
 

@@ -3,17 +3,15 @@
 import logging
 import shlex
 from pathlib import Path
-from typing import Any
 
 from mini_trainer.distributed.command import name_program
 from mini_trainer.distributed.ending import log
-from mini_trainer.options.reading import open_own, parse_metrics
 from mini_trainer.run.exports import Exports
-from mini_trainer.run.file_names import LATEST, METRICS_FILE, VALIDATION_FILE
+from mini_trainer.run.file_names import LATEST
+from mini_trainer.run.record import describe_losses
 from mini_trainer.sampler import RunPosition
 
 PLAIN_ROLES = {"completion", "document"}  # of texts without a chat template
-MOST_BYTES_OF_LINE = 1_000_000  # of a metrics file
 
 
 def describe_result(message: str, exports: Exports, position: RunPosition, *, best_step: int | None) -> str:
@@ -22,14 +20,8 @@ def describe_result(message: str, exports: Exports, position: RunPosition, *, be
     if exports.world.rank > 0 or not log.isEnabledFor(logging.INFO):
         return ""
     output_dir = exports.output_dir
-    first, last = read_ends(output_dir / METRICS_FILE)
-    _, validation = read_ends(output_dir / VALIDATION_FILE)
-    result = [f"{message}: {position.step:,} steps" if message == "done" else f"{message}\n{position.step:,} steps"]
-    if first and last:
-        result.append(f"loss {first['loss']:.4f} -> {last['loss']:.4f}")
-    if validation and validation["step"] == position.step and validation["loss"] is not None:
-        result.append(f"validation {validation['loss']:.4f}")
-    lines = [", ".join(result)]
+    losses = describe_losses(output_dir, position.step)
+    lines = [f"{message}{': ' if message == 'done' else chr(10)}{', '.join([f'{position.step:,} steps', *losses])}"]
     last_model, best_model = exports.path_of(position), exports.directory / "best"
     models = [(best_model, f"best model, after step {best_step}")] if best_step not in (None, position.step) else []
     models = [(path, name) for path, name in [*models, (last_model, "model after the last step")] if path.is_dir()]
@@ -38,21 +30,10 @@ def describe_result(message: str, exports: Exports, position: RunPosition, *, be
         model, link = models[0][0], exports.directory / LATEST
         is_latest = model == last_model and link.is_dir() and link.samefile(model)
         lines += describe_trial(link if is_latest else model, exports)
-    if last:
+    if losses:
         curves = quote(output_dir / "curves.html")
         lines.append(f"curves: {name_program('plot-metrics')} {quote(output_dir)} --output {curves}")
     return "\n".join(lines)
-
-
-def read_ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first and the last line of a metrics file; empty if there is none, or if it is damaged."""
-    if not path.is_file():
-        return {}, {}
-    with open_own(path, "rb") as file:
-        first = file.readline()
-        file.seek(max(0, path.stat().st_size - MOST_BYTES_OF_LINE))
-        last = (file.read().splitlines() or [first])[-1]
-    return parse_metrics(first) or {}, parse_metrics(last) or {}
 
 
 def describe_trial(model: Path, exports: Exports) -> list[str]:

@@ -207,13 +207,12 @@ def write_export(
     parts: ExportParts,
     *,
     world: World,
-    spare_bytes: int = disk.SPARE_BYTES,
 ) -> None:
     """Writes weights and all other files to a directory next to `export_dir`, then renames it to that.
 
     All ranks call this. Replaces an existing export of the same name, which a run has if it resumed from before it.
     """
-    writer = ExportWriter(export_dir, parts, spare_bytes=spare_bytes)
+    writer = ExportWriter(export_dir, parts)
     try:
         order = call_on_rank0(world, lambda: writer.begin(groups, config))
         groups = [groups[i] for i in order] if groups else []
@@ -243,8 +242,8 @@ def follow_tokenizer(
 class ExportWriter:
     """Writes an export on rank 0, from an empty temporary directory to its rename. Does nothing on other ranks."""
 
-    def __init__(self, export_dir: Path, parts: ExportParts, *, spare_bytes: int):
-        self.export_dir, self.parts, self.spare_bytes = export_dir, parts, spare_bytes
+    def __init__(self, export_dir: Path, parts: ExportParts):
+        self.export_dir, self.parts = export_dir, parts
         self.aside: Path | None = None
         self.pool: WritePool | None = None
         self.stream: WeightStream | None = None
@@ -265,9 +264,7 @@ class ExportWriter:
         self.is_multimodal = bool(shapes) and is_multimodal(config)
         self.needed_bytes = sum(shape.nbytes for shape in shapes.values())
         self.needed_bytes += sum(tensor.num_bytes for name, tensor in self.own_tensors.items() if name in self.left_out)
-        self.aside = disk.make_aside(
-            self.export_dir, self.needed_bytes, what="the export", spare_bytes=self.spare_bytes, begun=parts.begun
-        )
+        self.aside = disk.make_aside(self.export_dir, self.needed_bytes, what="the export", begun=parts.begun)
         with self.describing_errors():
             self.pool = WritePool(NUM_FILES, min(WAITING_BYTES, self.needed_bytes // 4))
             shell = self.make_shell(config)

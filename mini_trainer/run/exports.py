@@ -4,7 +4,7 @@ With --check-export each is loaded back, as a user would, and compared with the 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from mini_trainer.data.stores.disk import link_beside, remove_directory
 from mini_trainer.data.stores.model_files import CARD_FILE
 from mini_trainer.distributed.devices import DTYPES
-from mini_trainer.distributed.ending import log
+from mini_trainer.distributed.ending import RunError, log
 from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.options import ExportOptions, HubOptions
@@ -47,8 +47,12 @@ class Exports:
         world: World,
         control: RunControl,
         log: TrainingLog,
+        *,
+        rescue: Callable[[TrainState, RunPosition], str] = lambda state, position: "",
     ):
+        """`rescue`: saves the run's state after a failed export, and returns what to add to the error's message."""
         self.options, self.inputs, self.world, self.control, self.log = options, inputs, world, control, log
+        self.rescue = rescue
         self.output_dir = Path(inputs.values["output_dir"])
         self.directory = self.output_dir / EXPORTS_DIR
         self.begun: set[Path] = set()  # see `make_aside`
@@ -115,10 +119,13 @@ class Exports:
         )
         records = is_last or best is not None or self.options.check_export
         with self.control.slow(f"the export after step {position.step}"):
-            if has_average:  # first, since the export next to it marks both as complete
-                with average.in_place():
-                    self._write(state, average_dir, parts, records=records)
-            self._write(state, export_dir, parts, records=records)
+            try:
+                if has_average:  # first, since the export next to it marks both as complete
+                    with average.in_place():
+                        self._write(state, average_dir, parts, records=records)
+                self._write(state, export_dir, parts, records=records)
+            except RunError as error:
+                raise RunError(error.code, f"{error}{'' if best else self.rescue(state, position)}") from None
             if best is None:
                 call_on_rank0(self.world, lambda: self.link(export_dir))
             call_on_rank0(self.world, lambda: self.remove_old(position))

@@ -22,8 +22,8 @@ from mini_trainer.distributed.messages import hide_secrets
 from mini_trainer.objectives.families.text_tower import is_multimodal
 from mini_trainer.options import TrainOptions, iterate_fields, list_validation_data
 from mini_trainer.options.reading import read_metrics, read_text
-from mini_trainer.run.identity import read_params, to_json
 from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.record import read_params, to_json
 from mini_trainer.run.training_log import METRICS_FILE, VALIDATION_FILE, format_metric
 from mini_trainer.sampler import RunPosition
 

@@ -1,11 +1,211 @@
-"""Start-up checks of --output-dir: whether its file system supports a run, which mounted buckets often do not."""
+"""The preflight: what can be known before data and models are read, in a fifth of a second and without torch.
 
+Whose the output directory is, whether the run in it is done, the model's files, caches, and whether the disk has room
+for what the run writes. Later, on rank 0: whether the directory's file system supports a run, which mounted buckets
+often do not.
+"""
+
+import contextlib
 import errno
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mini_trainer.data.stores.disk import remove_quietly
-from mini_trainer.options.reading import open_own, read_bytes, read_text
+from mini_trainer.data.stores.disk import check_output_dir, check_room, remove_quietly
+from mini_trainer.data.stores.model_files import MODEL_FLAG, check_model_path, check_weights, count_values
+from mini_trainer.distributed.ending import ExitCode, ending_with_message, exit_process
+from mini_trainer.distributed.lifeline import is_one_node
+from mini_trainer.distributed.messages import hide_in, say_note
+from mini_trainer.options import (
+    TrainOptions,
+    flatten_options,
+    iterate_fields,
+    list_data_sets,
+    list_identifying_options,
+    names_raw_data,
+)
+from mini_trainer.options.places import expand
+from mini_trainer.options.reading import open_own, read_bytes, read_json, read_text
+from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, METRICS_FILE, PARAMS_FILE, STATE, find_checkpoints
+from mini_trainer.run.record import (
+    describe_finished,
+    describe_losses,
+    find_changes,
+    find_owner,
+    name_in_identity,
+    read_ends,
+    to_json,
+)
+
+# Options that a start settles, by the device and what it measures, if they are left out or auto.
+SETTLED = {
+    *("activation_checkpointing", "max_tokens_per_gpu", "kernels", "reshard_after_forward", "reshard_after_backward")
+}
+STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "muon": 4}  # of an optimizer, for each trained number, at least
+VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DEFAULTS = {option.name: option.default for option, _ in iterate_fields(TrainOptions)}
+
+
+def check_start(options: TrainOptions) -> str | None:
+    """ValueError or OSError for what a run with these options would refuse or fail for; the message for a run that is
+    done."""
+    params = check_directory(options)
+    if params is not None and params["finished"] and (message := describe_done(options, params)) is not None:
+        return message
+    values, output_dir = flatten_options(options), Path(options.output_dir)
+    if names_raw_data(options):
+        check_output_dir(expand(values["data_cache_dir"]), flag="--data-cache-dir")
+    if os.environ.get("RANK", "0") == "0" and check_model(values["model_name_or_path"]):  # which alone reads weights
+        resumes = find_own_checkpoint(output_dir, options.checkpoints.resume) is not None
+        estimate_use(values, resumes=resumes).check(output_dir)
+    return None
+
+
+def begin(options: TrainOptions) -> None:
+    """Ends this process with one message for what `check_start` refuses, and for a run that is done."""
+    with ending_with_message(when_interrupted="interrupted"):
+        done = check_start(options)
+    if done is not None:
+        if os.environ.get("RANK", "0") == "0":
+            say_note(done)
+        exit_process(ExitCode.DONE)
+
+
+def check_directory(options: TrainOptions) -> dict[str, Any] | None:
+    """The record of the run in --output-dir; None if it holds none. ValueError for what is not this run's."""
+    output_dir, resume = Path(options.output_dir), options.checkpoints.resume
+    check_output_dir(output_dir)
+    values, checkpoint = flatten_options(options), find_own_checkpoint(output_dir, resume)
+    own = [path for paths in list_data_sets(options).values() for path in paths]
+    own += [*options.rows.input_file, values["data_cache_dir"], values["osft_cache_dir"]]
+    params = find_owner(output_dir, resume, own, is_resumed=checkpoint is not None)
+    if params is None:
+        return None
+    changes = (
+        {} if options.checkpoints.allow_changed_options and checkpoint else list_changes(options, params, checkpoint)
+    )
+    if changes:
+        kind = "a finished run" if params["finished"] else "a run"
+        raise ValueError(
+            f"--output-dir {output_dir} holds {kind} with other {', '.join(changes.values())}: name a new directory, or"
+            " give the same ones to resume it"
+        )
+    if params["finished"] and checkpoint is None and describe_done(options, params) is None:
+        raise ValueError(describe_finished(output_dir, params))
+    return params
+
+
+def find_own_checkpoint(output_dir: Path, resume: str) -> Path | None:
+    """The checkpoint that --resume names or will most likely use, if this directory's run has written it."""
+    found = find_checkpoints(output_dir / "checkpoints")
+    if resume not in ("auto", "strict"):
+        found = [path for path in found if path.absolute() == Path(resume).absolute()]
+    return next(iter(found), None)
+
+
+def list_changes(options: TrainOptions, params: Mapping[str, Any], checkpoint: Path | None) -> dict[str, str]:
+    """Changes of the options that decide a run's numbers since the checkpoint, or the run's start without one."""
+    values, identity = flatten_options(options), params["identity"]
+    if checkpoint is not None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one, which the start sets aside
+            identity = dict(read_json(checkpoint / STATE)["identity"])
+    now = {name_in_identity(name): to_json(hide_in(values[name])) for name in list_identifying_options()}
+    now["batch-size"] = options.data.samples_per_step
+    return find_changes({name: value for name, value in identity.items() if name in now}, now)
+
+
+def describe_done(options: TrainOptions, params: dict[str, Any]) -> str | None:
+    """What a finished run has made, if these are its options and what they name has not changed since; None: a start
+    has to look closer."""
+    values = {name: to_json(hide_in(value)) for name, value in flatten_options(options).items()}  # as it is recorded
+    output_dir = Path(options.output_dir)
+    models = output_dir / EXPORTS_DIR
+    changed = {name for name, value in values.items() if value != params["options"].get(name)}
+    settled = {name for name in SETTLED if values[name] in (None, "auto")}
+    if names_raw_data(options):
+        settled |= list_data_sets(options).keys()
+    has_models = not options.exports.save_final_checkpoint or (models / LATEST).is_dir()
+    if changed - settled or not has_models or not is_one_node() or has_newer_inputs(output_dir, values):
+        return None
+    last, best = read_ends(output_dir / METRICS_FILE)[1], models / "best"
+    result = ", ".join([f"{last.get('step', 0):,} steps", *describe_losses(output_dir, last.get("step", 0))])
+    found = [f"best model: {best}"] if best.is_dir() else []
+    if (models / LATEST).is_dir():
+        found.append(f"model after the last step: {models / (models / LATEST).resolve().name}")
+    return "\n".join([f"done already, since {params['finished']}: {result}", *found])
+
+
+def has_newer_inputs(output_dir: Path, values: Mapping[str, Any]) -> bool:
+    """Whether a file that an option names, or one in a directory that it names, was changed after the run's record."""
+    end = (output_dir / PARAMS_FILE).stat().st_ctime
+    texts = [text for value in values.values() for text in (value if isinstance(value, list) else [value])]
+    named = [text for text in texts if isinstance(text, str)]
+    files = list(filter(os.path.isfile, named))
+    files += [file for path in filter(os.path.isdir, named) if Path(path) != output_dir for file in os.scandir(path)]
+    return any(os.stat(file).st_ctime > end for file in files)
+
+
+def check_model(model: str, *, flag: str = MODEL_FLAG) -> bool:
+    """Whether the model is a directory; ValueError if its files cannot be a model's."""
+    check_model_path(model, flag=flag)
+    if not Path(model).is_dir():
+        return False  # its name on the hub
+    check_weights(Path(model))
+    return True
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """The largest files of a run: numbers of checkpoints and exports, bytes of each."""
+
+    num_checkpoints: int
+    checkpoint_bytes: int
+    num_exports: int
+    export_bytes: int
+
+    @property
+    def total(self) -> int:
+        return self.num_checkpoints * self.checkpoint_bytes + self.num_exports * self.export_bytes
+
+    def check(self, directory: Path, *, flag: str = "--output-dir ") -> None:
+        """OSError if there is no room in this directory."""
+        files = (
+            (self.num_checkpoints, "checkpoint", self.checkpoint_bytes),
+            (self.num_exports, "export", self.export_bytes),
+        )
+        counted = [f"{num} {what}{'s' * (num > 1)} of {size:,} bytes" for num, what, size in files if num]
+        check_room(directory, self.total, f"{' and '.join(counted)} in {flag}{directory}")
+
+
+def check_runs(root: Path, runs: Sequence[tuple[Mapping[str, Any], int]], *, flag: str) -> None:
+    """Checks the models of runs that will stand side by side in the directory `root`, and the room for their exports;
+    `runs`: options that are given, and the number of runs that have them."""
+    local = [(DEFAULTS | values, number) for values, number in runs if check_model(values["model_name_or_path"])]
+    exports = [(estimate_use(values), number) for values, number in local]
+    total = sum(use.num_exports * number * use.export_bytes for use, number in exports)
+    if count := sum(use.num_exports * number for use, number in exports):
+        DiskUse(0, 0, count, total // count).check(root, flag=flag)
+
+
+def estimate_use(values: Mapping[str, Any], *, resumes: bool = False) -> DiskUse:
+    """The least that a run writes, by the headers of its model's files and its options; one that resumes may need no
+    other checkpoint."""
+    total, of_text = count_values(Path(values["model_name_or_path"]))
+    trained, saved = (of_text, of_text) if not (values["lora"] or values["osft"]) else (0, of_text * values["osft"])
+    weights = VALUE_BYTES[values["master_weights"]]
+    exported = not values["lora"] or values["lora_export"] != "adapter"
+    is_exported = values["save_final_checkpoint"] or values["checkpoint_at_epoch"]
+    return DiskUse(
+        num_checkpoints=int(values["checkpoint_every_steps"] is not None and not resumes),
+        checkpoint_bytes=saved * weights + trained * STATE_BYTES[values["optimizer"]],
+        num_exports=int(is_exported or values["min_samples_per_checkpoint"] is not None),
+        export_bytes=(of_text * VALUE_BYTES[values["export_dtype"]] + (total - of_text) * 2) * exported,
+    )
+
+
+# What the file system of the output directory has to support.
 
 MADE = ".disk_check.part"  # in the output directory; a later start ignores one left by a killed run
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)

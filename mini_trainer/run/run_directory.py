@@ -2,21 +2,21 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mini_trainer.data.stores.disk import check_output_dir, remove_leftovers
-from mini_trainer.distributed.ending import ExitCode, Flag, log
+from mini_trainer.distributed.ending import ExitCode, Flag, RunError, log
 from mini_trainer.distributed.messages import hide_in, shows_progress
 from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import CheckpointOptions, OptimizationOptions, TrackingOptions
-from mini_trainer.run import identity
+from mini_trainer.run import identity, record
 from mini_trainer.run.checkpoint_files import has_checkpoints
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer, read_checkpoint
 from mini_trainer.run.exports import Exports
@@ -82,7 +82,7 @@ class RunDirectory:
         self.identity = call_on_rank0(self.world, lambda: identity.identify_run(inputs, optimization))
         if not identity.is_checkpoint_of(self.path, self.checkpoint and self.checkpoint.path):
             resume, own_paths = self.options.resume, inputs.own_paths
-            call_on_rank0(self.world, lambda: identity.check_unused(self.path, resume, self.identity, own_paths))
+            call_on_rank0(self.world, lambda: record.check_unused(self.path, resume, self.identity, own_paths))
             self.control.files.own(self.path)
         allow_changes = self.options.allow_changed_options
         self.changes = identity.check_checkpoints(inputs, self.checkpoint, self.identity, allow_changes=allow_changes)
@@ -197,6 +197,18 @@ class RunDirectory:
             self.checkpointer.save(state, step=position.step, state=content)
         self.last_save = time.monotonic()
 
+    def rescue(self, validation: Callable[[], dict[str, Any] | None], state: TrainState, position: RunPosition) -> str:
+        """Saves a checkpoint after an export that failed, unless there is one of this step; says how the run continues.
+        `validation`: returns what `save` takes."""
+        checkpoint = self.checkpointer.directory / f"step_{position.step}"
+        if not call_on_rank0(self.world, checkpoint.exists):
+            try:
+                self.save(state, position, validation=validation())
+                self.checkpointer.finish()
+            except RunError as error:
+                return f"; nor can the run be saved: {error}"
+        return f"; {checkpoint} is complete: the same command exports it"
+
     def close(self, exports: Exports, *, stop: tuple[ExitCode, str] | None) -> tuple[ExitCode, str] | None:
         """Waits for the last checkpoint; records that the run is done, unless there was a stop.
         Returns the stop, explained by the callbacks behind it."""
@@ -212,7 +224,7 @@ class RunDirectory:
                 uploads.close(is_done=is_done)
         if is_done:
             call_on_rank0(self.world, self.control.check_directory)
-            call_on_rank0(self.world, lambda: identity.record_end(self.path))
+            call_on_rank0(self.world, lambda: record.record_end(self.path))
         return stop if self.callbacks is None else self.callbacks.explain(stop, self.world)
 
 

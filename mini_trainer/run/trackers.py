@@ -27,7 +27,7 @@ from mini_trainer.distributed.messages import describe_error, hide_secrets
 from mini_trainer.options import TrackingOptions
 from mini_trainer.options.doors import TRACKERS
 from mini_trainer.options.reading import read_object
-from mini_trainer.run.identity import read_params
+from mini_trainer.run.record import read_params
 from mini_trainer.run.training_log import Sink
 
 TRACKERS_FILE = "trackers.json"  # in the run's directory: the ids of its runs in trackers

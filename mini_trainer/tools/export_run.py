@@ -15,7 +15,7 @@ from mini_trainer.distributed.watch import RunControl
 from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.tools import ExportRunOptions
 
-TIMEOUT = 3600  # seconds, as loading and saving have in a run
+TIMEOUT = 600  # seconds, as a run has by default
 
 if __name__ == "__main__":
     options = parse_options(ExportRunOptions)  # before the slow imports: --help and typos answer at once
@@ -49,8 +49,10 @@ from mini_trainer.options import (
 from mini_trainer.run.checkpointing import Checkpoint, Checkpointer
 from mini_trainer.run.exports import Exports, list_numbers
 from mini_trainer.run.file_names import EXPORTS_DIR, PARAMS_FILE
-from mini_trainer.run.identity import OF_METHOD, identify_run
+from mini_trainer.run.identity import identify_run
 from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.preflight import check_runs
+from mini_trainer.run.record import OF_METHOD
 from mini_trainer.run.run_model import build_run_model, make_average
 from mini_trainer.run.start import make_data_local, open_inputs
 from mini_trainer.run.step import StepOptions, TrainState
@@ -88,6 +90,8 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
     if newest > start.num_samples:
         return f"{export}: is already a model of a later step than the newest checkpoint's, {start.step:,}"
     trained = restore_options(checkpoint, run, trust_remote_code=options.trust_remote_code)
+    written = flatten_options(trained) | {"save_final_checkpoint": True}
+    call_on_rank0(world, lambda: check_runs(run, [(written, 1)], flag=""))
     world = divide_world(world, trained.sharding)
     trained = make_data_local(trained, world, control)
     inputs = open_inputs(trained, device=world.device, world_size=world.world_size, start=start)

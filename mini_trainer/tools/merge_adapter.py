@@ -89,7 +89,6 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
         model_config,
         ExportParts(family, Full(), generation_config, tokenizer, dtype, source, carry_check(adapter, dtype)),
         world=world,
-        spare_bytes=0,
     )
     say(f"{method.describe()}; merged into {name}: {output_dir}")
 

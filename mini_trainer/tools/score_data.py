@@ -167,10 +167,8 @@ class LocalScorer:
 
 
 class ServerScorer:
-    """A model behind an address, which scores tokens by the `prompt_logprobs` of vLLM's completions.
-
-    Rows are sent as token ids, and return as each position's most probable tokens, together with the actual one.
-    """
+    """A model behind an address, which scores tokens by the `prompt_logprobs` of vLLM's completions. Rows are sent as
+    token ids, and return as each position's most probable tokens, together with the actual one."""
 
     def __init__(self, options: ScoreDataOptions, read: Sequence[Mixture], world: World):
         """ValueError if the server says that it cannot score the data."""

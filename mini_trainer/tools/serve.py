@@ -31,7 +31,7 @@ from mini_trainer.options.problems.finding import describe_missing, is_installed
 from mini_trainer.options.urls import HIDDEN, is_secret
 from mini_trainer.tools.server_front import choose_hosts, run_behind_front
 from mini_trainer.tools.server_requests import find_served
-from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
+from mini_trainer.use.inference.loading import FoundModel, check_answering, find_given_model
 
 ADAPTER = "adapter"  # name of an adapter on vLLM's server
 NEEDED = ("fastapi", "uvicorn", "openai", "rich")  # by transformers serve
@@ -45,15 +45,8 @@ def serve(options: ServeOptions) -> None:
     check_engine(engine, options, arguments)
     key = read_key()
     check_port(options.host, options.port)
-    found = find_answering_model(
-        options.model,
-        adapter=options.adapter,
-        revision=options.model_revision,
-        trust_remote_code=options.trust_remote_code,
-    )
+    found = find_given_model(options)
     check_answering(found)
-    if not options.skip_verification:
-        found.verify()
     program, name_words, start = SERVERS[engine]
     name, words = name_words(found)
     shown = {name: HIDDEN if is_secret(name) else value for name, value in arguments.items()}

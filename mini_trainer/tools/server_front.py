@@ -74,11 +74,9 @@ def describe_json(body: bytes, others: Sequence[tuple[bytes, bytes]] = ()) -> li
 
 
 class Front:
-    """An ASGI application that passes requests on to another one, or refuses them.
-
-    `hosts`: names in a request's Host, without ports; None for any. A page of another site is refused by its Origin,
-    unless `allows_origins`. `key`: bearer token of requests to /v1; None for none.
-    """
+    """An ASGI application that passes requests on to another one, or refuses them. `hosts`: names in a request's Host,
+    without ports; None for any. A page of another site is refused by its Origin, unless `allows_origins`. `key`: bearer
+    token of requests to /v1; None for none."""
 
     def __init__(
         self,
@@ -155,11 +153,9 @@ def is_bearer(given: bytes, key: str) -> bool:
 
 
 def choose_hosts(address: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
-    """The names that a request's Host may have, for a server that listens on `address`; None for any.
-
-    On a loopback address, other names are refused: a site can make its own name resolve to this address, for its pages
-    to reach the server (DNS rebinding).
-    """
+    """The names that a request's Host may have, for a server that listens on `address`; None for any. On a loopback
+    address, other names are refused: a site can make its own name resolve to this address, for its pages to reach the
+    server (DNS rebinding)."""
     found = {entry[4][0] for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
     if all(ip_address(one).is_loopback for one in found):
         return tuple(dict.fromkeys([*LOOPBACK, address.lower(), *map(str.lower, allowed)]))

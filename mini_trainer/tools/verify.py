@@ -107,7 +107,7 @@ def check_record(record: Path) -> Iterator[str]:
         if contents.is_edited(sidecar):
             say(f"edited: {record}")
         if not recorded:
-            yield f"{record}: does not record a hash: an earlier version wrote it"
+            yield f"{record}: does not record a hash"
         elif not name_verified(record).is_file():
             yield f"{name_verified(record)}: is missing"
         else:

@@ -33,9 +33,7 @@ def call(*words: object, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "kind", ["full_bf16", "osft", "lora_r4", "lora_merged", "grown", "vision", "classifier", "reward"]
-)
+@pytest.mark.parametrize("kind", RECORDED)
 def test_transformers_answers_otherwise_than_the_run_recorded(kind, exports: Exports, table: Table):
     call(sys.executable, "-m", "mini_trainer", "verify", exports[kind], "--against", "transformers")
     table(engine="verify --against transformers", kind=kind, greedy="as recorded")

@@ -128,3 +128,27 @@ def write_classified(
     }  # fmt: skip
     Path(f"{path}.meta.json").write_text(json.dumps(sidecar))
     return path
+
+
+@torch.no_grad()
+def predict_plainly(
+    model_dir: str | Path, samples: Sequence[Triple], *, label_type: str = "single", of_tokens: bool = False,
+) -> tuple[np.ndarray, np.ndarray, float]:  # fmt: skip
+    """Targets, logits, and transformers' own loss, one sample at a time, weighted by its targets."""
+    auto_class = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
+    model = auto_class.from_pretrained(model_dir).eval()
+    targets, logits, losses = [], [], []
+    for ids, target, _ in samples:
+        kept = target != IGNORED if of_tokens else slice(None)
+        if of_tokens and not kept.any():
+            continue
+        is_class = of_tokens or label_type == "single"
+        labels = torch.from_numpy(target.astype(np.int64 if is_class else np.float32))
+        labels = labels if is_class and not of_tokens else labels[None]
+        outputs = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], labels=labels)
+        own = outputs.logits[0][kept] if of_tokens else outputs.logits
+        targets.append(target[kept] if is_class else target[None])
+        logits.append(own.numpy())
+        losses.append(outputs.loss.item() * len(own))
+    logits = np.concatenate(logits)
+    return np.concatenate(targets), logits, sum(losses) / len(logits)

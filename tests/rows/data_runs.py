@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 from program import ROOT
 
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
@@ -27,6 +28,11 @@ def read_file(path: Path | str) -> list[RawRow]:
     """The rows of one file, as they are before anything is made of them."""
     (source,) = find_sources([str(path)])
     return [row for chunk in read_chunks(source) for row in iterate_rows(chunk)]
+
+
+def read_arrow(path: str | Path) -> list[dict]:
+    with pa.OSFile(str(path)) as file:
+        return pa.ipc.open_file(file).read_all().to_pylist()
 
 
 def options_for(model: Path, source: Path, output: Path, **options) -> ProcessDataOptions:

@@ -296,10 +296,8 @@ def change_each(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A conversation without the fields that are only for masking, and the weight of each message.
-
-    `is_plain`: each message has only a role and a text, so the outline follows from the roles and need not be made.
-    """
+    """A conversation without the fields that are only for masking, and the weight of each message. `is_plain`: each
+    message has only a role and a text, so the outline follows from the roles and need not be made."""
 
     messages: list[Message]
     weights: list[float]
@@ -402,9 +400,7 @@ class Pictures:
 @dataclass(frozen=True)
 class Remark:
     """A remark on a row's turns (data/chat/prompting.py): its kind, the end of the prompt, and the row's text there.
-
-    For an unread key, `prompted` is the message's role and `rendered` the key.
-    """
+    For an unread key, `prompted` is the message's role and `rendered` the key."""
 
     kind: str
     prompted: str = ""

@@ -58,11 +58,8 @@ class SkeletonLearner:
 
     def learn(self, outline: Outline, *, unmasked: set[int], render: Render) -> Skeleton:
         """The skeleton of `outline`, with the turns that can be trained: the assistant's, and the messages in
-        `unmasked`.
-
-        Raises ValueError if the template leaves out, repeats or displaces a text, writes it in an unknown way, or if
-        an assistant's turn does not begin with the generation prompt or has no end-of-turn token.
-        """
+        `unmasked`. Raises ValueError if the template leaves out, repeats or displaces a text, writes it in an unknown
+        way, or if an assistant's turn does not begin with the generation prompt or has no end-of-turn token."""
         text, skeleton = self.start(outline, render)
         divided = divide_turns(outline, [slot.leaf for slot in skeleton.slots])
         if divided is None:

@@ -43,10 +43,8 @@ THINKING_PREFIXES = {"as-rendered": False, "train-as-prompted": True}  # whether
 
 
 class ImageExpander:
-    """Expands the image placeholders of rendered conversations.
-
-    Invariant: `processor` has one placeholder token for an image, `image_token`, which the chat template writes.
-    """
+    """Expands the image placeholders of rendered conversations. Invariant: `processor` has one placeholder token for an
+    image, `image_token`, which the chat template writes."""
 
     def __init__(self, processor: Any, *, directory: Path):
         """`directory`: base of relative image paths."""
@@ -272,10 +270,8 @@ class TemplateMasker:
 
     def check(self, name: str = MODEL_TEMPLATE) -> list[str]:
         """Notes on the template, tried on known conversations. Raises ValueError, with the template's name, if it
-        cannot be masked with certainty.
-
-        Errors that the template itself raises (no system role, say) are accepted: rows of that kind will be refused.
-        """
+        cannot be masked with certainty. Errors that the template itself raises (no system role, say) are accepted: rows
+        of that kind will be refused."""
         if self.rules.appends_stop and isinstance(catch_error(self.make_checker().check, name), ValueError):
             # The template may write none at all; if that is not the cause, it fails again.
             self.finder = TurnFinder(self.renderer, replace(self.finder.stops, may_be_missing=True))
@@ -336,10 +332,8 @@ class ChatMasker:
 
     def mask(self, rows: Sequence[Example], *, divides: bool = False) -> list[TokenizedChat | ValueError]:
         """Each row's token ids and labels, or the error that makes it unusable. `divides`: a chat's prompt, up to the
-        first passage that is trained, has the tokens that it has alone.
-
-        Raises ValueError if no row is usable: no chat template, or no end-of-text token.
-        """
+        first passage that is trained, has the tokens that it has alone. Raises ValueError if no row is usable: no chat
+        template, or no end-of-text token."""
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault((type(row), repr(getattr(row, "template_args", None))), []).append(i)

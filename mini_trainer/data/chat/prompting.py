@@ -339,11 +339,9 @@ def squeeze(text: str) -> str:
 
 
 class StopAppender:
-    """Appends the missing stop token after the last turn of conversations, for one chat template.
-
-    `locate` renders a conversation and finds the trained passages; `stop_token_ids` end turns. If the template ends no
-    turn with a stop token, the tokenizer's eos token is appended.
-    """
+    """Appends the missing stop token after the last turn of conversations, for one chat template. `locate` renders a
+    conversation and finds the trained passages; `stop_token_ids` end turns. If the template ends no turn with a stop
+    token, the tokenizer's eos token is appended."""
 
     def __init__(
         self, locate: Callable[[Chat], Located], checker: TemplateChecker, stop_token_ids: Collection[int]

@@ -303,16 +303,13 @@ def set_date(tokenizer: Any, template_args: Mapping[str, Any], today: str) -> tu
             raise ValueError(f"--template-args date={date}: the chat template writes no date")
         return tokenizer, args, None
     if CLOCK in read:
-        tokenizer, templates, clock = copy.copy(tokenizer), tokenizer.chat_template, write_clock(day)
+        # Templates begin with a macro that writes this day: transformers passes no functions to them.
+        parts = "".join(f"|replace({part!r}, {day.strftime(part)!r})" for part in CLOCK_PARTS)
+        clock = f"{{% macro {CLOCK}(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}{{{{ '' }}}}"
+        tokenizer, templates = copy.copy(tokenizer), tokenizer.chat_template
         is_dict = isinstance(templates, dict)
         tokenizer.chat_template = {k: clock + text for k, text in templates.items()} if is_dict else clock + templates
     return tokenizer, args | (own if is_given else {}), date
-
-
-def write_clock(day: datetime) -> str:
-    """A template's beginning in which `strftime_now` writes this day: transformers passes no functions to templates."""
-    parts = "".join(f"|replace({part!r}, {day.strftime(part)!r})" for part in CLOCK_PARTS)
-    return f"{{% macro {CLOCK}(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}{{{{ '' }}}}"
 
 
 @dataclass(frozen=True)

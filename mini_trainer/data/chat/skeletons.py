@@ -102,9 +102,7 @@ class Skeleton:
 
     def lay_out(self, values: Sequence[Any], bodies: dict[tuple[int, int], str]) -> tuple[str, list[int]]:
         """The text with `values` in the slots, and the start of each of its pieces, alternating literals and slots.
-
-        `bodies`: start of a turn -> its text from there to the literal that ends it, for some turns.
-        """
+        `bodies`: start of a turn -> its text from there to the literal that ends it, for some turns."""
         pieces = [""] * (2 * len(self.slots) + 1)
         pieces[::2] = self.literals
         pieces[1::2] = [slot.writing.place(values[slot.leaf]) for slot in self.slots]
@@ -180,11 +178,8 @@ def fit_writings(kinds: list[str], literals: list[str], gaps: list[str]) -> list
 
 def fit_gap(literal: str, gap: str, before: Written, after: Written) -> tuple[Writing, Writing] | None:
     """`before` with its right end, and `after` with its left end and way of writing, such that padding explains how
-    `literal` became `gap`; None if there are none.
-
-    Text that the template puts only around some arguments (CDATA, say) is left open: a turn with it is read as the
-    text between its surroundings.
-    """
+    `literal` became `gap`; None if there are none. Text that the template puts only around some arguments (CDATA, say)
+    is left open: a turn with it is read as the text between its surroundings."""
     first_candidates, second_candidates = list_ends(*before), list_beginnings(*after)
     for first, left_of_gap in first_candidates:
         for second, right_of_gap in second_candidates:

@@ -59,9 +59,7 @@ class ByteEncoder:
 
 class ByteEncoding:
     """An encoding whose tokens' concatenated bytes are its text's. Has the methods of `tokenizers.Encoding` in use.
-
-    `ends`: the end of each token, in bytes of a longer text in which this one starts after `start` bytes.
-    """
+    `ends`: the end of each token, in bytes of a longer text in which this one starts after `start` bytes."""
 
     def __init__(
         self, text: str, ids: list[int], ends: np.ndarray, start: int, backend: Any, add_special_tokens: bool
@@ -228,10 +226,8 @@ def spans_border(encoding: Any, at: int) -> bool:
 
 
 def find_token(encoding: Any, at: int, num_tokens: int) -> int:
-    """The first of the tokens that begins at character `at` or later.
-
-    Searches around the token that has the character; building the list of all offsets takes much longer.
-    """
+    """The first of the tokens that begins at character `at` or later. Searches around the token that has the character;
+    building the list of all offsets takes much longer."""
     if isinstance(encoding, JoinedEncoding):
         return min(encoding.find_token(at), num_tokens)
     if isinstance(encoding, ByteEncoding):

@@ -233,15 +233,12 @@ class TurnLearner:
         prompt = self.learn_prompt([user], self.stand_in(conversation.ASSISTANT, conversation.STAND_IN))
         literal = self.skeleton.literals[first]
         for whole in dict.fromkeys((prompt.header, prompt.base)):
-            header = whole[self.find_border(prompt.plain, whole) :]
+            at = common_length(prompt.plain, whole)  # the header begins there, or with a special token around it
+            at = next((t.start() for t in self.stops.special.finditer(whole) if t.start() < at < t.end()), at)
+            header = whole[at:]
             if header.strip() and literal.count(header) == 1:
                 return (first, literal.index(header) + len(header)), prompt.find_rests(whole)
         raise no_prompt(literal, prompt.text)
-
-    def find_border(self, plain: str, prompted: str) -> int:
-        """Length of the common prefix of `plain` and `prompted`, less any part of a special token."""
-        at = common_length(plain, prompted)
-        return next((t.start() for t in self.stops.special.finditer(prompted) if t.start() < at < t.end()), at)
 
     def learn_end(self, message: int, start: tuple[int, int]) -> tuple[int, int] | None:
         """The turn's end, after its end-of-turn token. None if that is missing and may be."""

@@ -74,10 +74,8 @@ class Bars:
 
 class Columns(ABC):
     """Columns of data sets for an objective: the schema, the check of a row, and how rows are written, counted, shown.
-
     The schema's lists are a sample's columns. `optional` may be missing or null; the values here take their place where
-    other rows have one, repeated for each token if they are numbers.
-    """
+    other rows have one, repeated for each token if they are numbers."""
 
     schema: pa.Schema
     optional: ClassVar[Mapping[str, np.generic | tuple[()]]] = {}  # by column
@@ -130,20 +128,15 @@ class Columns(ABC):
 
 def check_sample(columns: Columns, sample: Sample, row: RowFacts) -> None:
     """ValueError for a row that breaks the contract of its objective's columns."""
-    check_aligned(sample, [name for name in ("input_ids", "labels") if name in sample], row)
-    input_ids = sample["input_ids"]
+    names, input_ids = [name for name in ("input_ids", "labels") if name in sample], sample["input_ids"]
+    if any(len(sample[name]) != row.length for name in names):
+        counts = ", ".join(f"{len(sample[name])} {name}" for name in names)
+        raise ValueError(f"{row.where}: {counts} and len {row.length}")
     if input_ids.min() < 0 or input_ids.max() >= row.vocab_size:
         raise ValueError(f"{row.where}: token ids beyond the model's vocabulary of {row.vocab_size}")
     if LENGTHS_COLUMN in sample and (sample[LENGTHS_COLUMN].min() < 1 or sample[LENGTHS_COLUMN].sum() != row.length):
         raise ValueError(f"{row.where}: {LENGTHS_COLUMN} are {sample[LENGTHS_COLUMN].tolist()} and len {row.length}")
     columns.check(sample, row)
-
-
-def check_aligned(sample: Sample, names: Sequence[str], row: RowFacts) -> None:
-    """ValueError if one of the columns has not one value for each token."""
-    if any(len(sample[name]) != row.length for name in names):
-        counts = ", ".join(f"{len(sample[name])} {name}" for name in names)
-        raise ValueError(f"{row.where}: {counts} and len {row.length}")
 
 
 def check_numbers(sample: Sample, name: str, row: RowFacts, *, most: float = np.inf) -> None:
@@ -159,7 +152,7 @@ def format_count(label: str, count: int, whole: int | None = None) -> str:
     return f"  {label:<24}{count:>14,}" + ("" if whole is None else f"  {count / max(whole, 1):.1%}")
 
 
-COLUMNS: Doors[Columns] = Doors(
+COLUMNS: Mapping[str, Columns] = Doors(
     {
         CAUSAL_LM: "mini_trainer.data.columns.token_columns:TEXTS",
         VISION: "mini_trainer.data.columns.token_columns:PICTURED",

@@ -6,8 +6,7 @@ from numba import njit
 
 
 def compile_kept(function: Callable) -> Callable:
-    """Compiles without Python's lock (a prefetch thread packs). Every process does, for seconds, if nothing can be kept
-    (`options.places`)."""
+    """Compiles without Python's lock; every process does, for seconds, if nothing is kept (`options.places`)."""
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba finds no directory that it may write to

@@ -24,10 +24,8 @@ compiled = njit(nogil=True)
 def assign_with_images(
     sizes: np.ndarray, costs: np.ndarray, caps: np.ndarray, num_ranks: int
 ) -> tuple[np.ndarray, int]:
-    """Returns the bin of each sample, int64 (n,), and the number of steps; the costliest step comes first.
-
-    `sizes` int64 (n, 2), tokens and patches, none above `caps` int64 (2,); `costs` float64 (n,).
-    """
+    """Returns the bin of each sample, int64 (n,), and the number of steps; the costliest step comes first. `sizes`
+    int64 (n, 2), tokens and patches, none above `caps` int64 (2,); `costs` float64 (n,)."""
     shares = sizes / caps
     orders = np.stack([np.argsort(-key, kind="stable") for key in (shares.max(axis=1), shares.sum(axis=1), costs)])
     return _assign(sizes, costs, caps, orders, num_ranks)

@@ -73,11 +73,9 @@ def _take_greedily(lengths, weights, next_free, position, room, budget, bin_of, 
 
 @compiled
 def _fill_bin(lengths, weights, next_free, cap, budget, width, bin_of, bin_index):
-    """Fills a bin, starting with the longest free sample, and returns the remaining budget.
-
-    With width 1, successive bins are those of first-fit decreasing; otherwise `width` second samples of
-    different lengths are tried, and the one that leaves the least room wins.
-    """
+    """Fills a bin, starting with the longest free sample, and returns the remaining budget. With width 1, successive
+    bins are those of first-fit decreasing; otherwise `width` second samples of different lengths are tried, and the one
+    that leaves the least room wins."""
     seed = _find_free(next_free, 0)
     bin_of[seed] = bin_index
     next_free[seed] = seed + 1
@@ -208,10 +206,8 @@ def _move(lengths, weights, bins, position, source, target):
 
 @compiled
 def _find_exchange(lengths, weights, cap, bins, heavy, light):
-    """Returns the samples that `heavy` gives and `light` gives back (-1: none) to bring their loads closest.
-
-    The desired difference is half the gap. Both lists are descending, so a single pass over both finds it.
-    """
+    """Returns the samples that `heavy` gives and `light` gives back (-1: none) to bring their loads closest. The
+    desired difference is half the gap. Both lists are descending, so a single pass over both finds it."""
     wanted = (bins.load[heavy] - bins.load[light]) / 2
     least_error = wanted - LEAST_GAP * bins.load[heavy]
     give, take = -1, -1
@@ -262,11 +258,9 @@ def _sort_descending(bins, keys):
 
 @compiled
 def _level_bins(lengths, weights, cap, num_bins, group, bin_of):
-    """Levels each group of bins neighbouring in load, renumbers bins from the heaviest, returns the loads.
-
-    Over the rounds, the heaviest bin of a group is paired with the lightest, then the second lightest, and so on.
-    No group's largest load ever grows.
-    """
+    """Levels each group of bins neighbouring in load, renumbers bins from the heaviest, returns the loads. Over the
+    rounds, the heaviest bin of a group is paired with the lightest, then the second lightest, and so on. No group's
+    largest load ever grows."""
     bins = _link_bins(lengths, weights, num_bins, bin_of)
     order, idle_rounds = np.arange(num_bins), 0
     _sort_descending(order, bins.load)
@@ -323,11 +317,8 @@ def _count_steps(lengths, cap, num_ranks, bin_of):
 
 @compiled
 def _fill_evenly(kind, lengths, costs, cap, num_steps, num_ranks, bin_of):
-    """Makes one of three level plans; returns whether it respects the cap.
-
-    0 levels cost over all bins, 1 leaves that to each step (better with outliers), 2 levels tokens
-    (which still fits where samples nearly fill the bins).
-    """
+    """Makes one of three level plans; returns whether it respects the cap. 0 levels cost over all bins, 1 leaves that
+    to each step (better with outliers), 2 levels tokens (which still fits where samples nearly fill the bins)."""
     if kind == 2:
         return _level_tokens(lengths, cap, num_steps, num_ranks, bin_of)
     fits = _fill_level(lengths, costs, cap, num_steps, num_ranks, bin_of)
@@ -338,10 +329,8 @@ def _fill_evenly(kind, lengths, costs, cap, num_steps, num_ranks, bin_of):
 
 @compile_kept  # the only entry point, so there is one cache file: compiling takes seconds
 def assign_bins(lengths, costs, cap, num_ranks):
-    """Returns the bin of each sample, int64 (n,), and the number of steps; step k is bins k*R to k*R + R-1.
-
-    `lengths` int64 (n,) and `costs` float64 (n,) in descending order, no length above `cap`.
-    """
+    """Returns the bin of each sample, int64 (n,), and the number of steps; step k is bins k*R to k*R + R-1. `lengths`
+    int64 (n,) and `costs` float64 (n,) in descending order, no length above `cap`."""
     counted = np.empty(len(lengths), np.int64)
     num_steps = _count_steps(lengths, cap, num_ranks, counted)
     bound = 0.0

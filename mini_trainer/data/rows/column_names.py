@@ -32,18 +32,9 @@ MEANINGS = {
     "whether an answer is good or bad": (
         *("label", "labels", "kto*", "desirable*", "undesirable*", "thumb", "thumbs", "thumb_*", "thumbs_*"),
         *("feedback", "correct", "is_correct", "is_good", "is_bad", "is_chosen", "is_rejected", "is_preferred"),
-        *(
-            "correctness*",
-            "resolved",
-            "is_resolved",
-            "solved",
-            "is_solved",
-            "passed",
-            "is_passed",
-            "success",
-            "is_success",
-        ),
-        *("successful", "is_successful", "verified", "is_verified", "*_verify", "is_reasoning_complete"),
+        *("correctness*", "resolved", "is_resolved", "solved", "is_solved", "passed", "is_passed", "success"),
+        *("is_success", "successful", "is_successful", "verified", "is_verified", "*_verify"),
+        "is_reasoning_complete",
     ),
     "how good an answer is": ("score*", "reward*", "rating*", "rank", "ranks", "ranking*", "advantage*"),
     WEIGHING: (
@@ -232,8 +223,7 @@ def check_keys(message: Any, prefix: str, ignored: Names, tally: Counter[str], *
 
 
 def describe_unread(tally: Counter[str], ignored: Names, keys: Mapping[str, int]) -> list[str]:
-    """A note on unread columns and `keys` of messages, with their rows. ValueError for an `ignored` column that no row
-    has."""
+    """A note on unread columns and `keys` of messages, with their rows. ValueError if no row has an `ignored` one."""
     unread = {name: count for name, count in sorted(tally.items()) if name not in ignored}
     missing = [name for name in ignored if name not in tally]
     if missing:

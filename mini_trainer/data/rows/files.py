@@ -133,10 +133,7 @@ def data_ending(path: PurePath) -> str:
 
 def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[Source]:
     """The files named by `inputs` (values of `flag`), in their order; files of a directory, recursively, by name; URLs
-    of files, folders, or with wildcards.
-
-    Raises ValueError for a path that does not exist, has an unknown ending, or is named twice.
-    """
+    of files, folders, or with wildcards. ValueError for a path that is missing, named twice, or ends otherwise."""
     sources = []
     for given in inputs:
         path = Path(given)

@@ -33,10 +33,8 @@ PATHS = ("messages", "prompt", "completion", "text", "system")  # of --columns, 
 
 @dataclass(frozen=True)
 class FieldPaths:
-    """Paths in rows to the values that their format reads under other names; a dot leads to a nested key.
-
-    `ignored`: columns to ignore, even if the format would read them. `data_format`: the rows' if the user has named it.
-    """
+    """Paths in rows to the values that their format reads under other names; a dot leads to a nested key. `ignored`:
+    columns to ignore, even if the format would read them. `data_format`: the rows' if the user has named it."""
 
     messages: str | None = None
     prompt: str | None = None
@@ -86,8 +84,7 @@ def read_text_row(
 def read_fields(
     row: Fields, data_format: str | None, *, paths: FieldPaths, tally: Counter[str], also_read: tuple[str, ...] = ()
 ) -> Fields:
-    """The row under the names of its format, without ignored columns. Raises RefusedColumn for an unread column that
-    changes the objective."""
+    """The row under its format's names, without ignored columns. RefusedColumn for one that changes the objective."""
     row = column_names.drop_ignored(row, paths.ignored, tally)
     answered = list_conversation(row, paths) if data_format in (None, "completion") else ()
     also_read = (*also_read, *OF_CHATS) if answered else also_read
@@ -215,9 +212,8 @@ def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, 
 
 
 def read_completion(row: Fields) -> Completion | Chat:
-    """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}, texts or lists of messages.
-
-    Of these only the assistant's of the completion are trained."""
+    """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}, texts or lists of messages. Of
+    these only the assistant's of the completion are trained."""
     names = list_conversation(row)
     if not names:
         text = chat_rows.require_text(row, "prompt")

@@ -66,8 +66,7 @@ Content = str | TextPair | Words | Chat
 
 @dataclass(frozen=True)
 class Labelled:
-    """A content and its label: one, several, or one for each word. `is_cell`: from a text table, where the text 1 may
-    be a number."""
+    """A content and its label: one, several, or one per word. `is_cell`: of a text table, where 1 may be a number."""
 
     content: Content
     label: Label | list[Label]

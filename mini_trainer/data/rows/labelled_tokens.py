@@ -51,17 +51,10 @@ class TokenizedText:
 
 
 class LabelledTokenizer:
-    """Tokenizes rows and encodes their labels. `truncates`: cut longer rows to `max_length` tokens. `template_args`: of
-    the chat template."""
+    """Tokenizes rows, cut to `max_length` tokens, and encodes their labels. `template_args`: of the chat template."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        labels: Labels,
-        *,
-        max_length: int | None,
-        truncates: bool,
-        template_args: Mapping[str, Any],
+        self, tokenizer: Any, labels: Labels, *, max_length: int | None, template_args: Mapping[str, Any]
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
@@ -69,7 +62,7 @@ class LabelledTokenizer:
                 " tokenizer (tokenizer.json)"
             )
         self.tokenizer, self.labels, self.template_args = tokenizer, labels, template_args
-        self.max_length = max_length if truncates else None
+        self.max_length = max_length
         tokenizer(["a"])  # sets the tokenizer to neither truncate nor pad
         self.backend = tokenizer.backend_tokenizer
         self.has_types = "token_type_ids" in tokenizer.model_input_names

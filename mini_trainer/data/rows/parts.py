@@ -73,9 +73,7 @@ class Part:
         """The manifest; None if the part is not complete."""
         try:
             content = read_document(self.manifest)
-            is_whole = self.rows.stat().st_size == content["file"]["size"]
-            has_all = {"options", "sources"} <= content["made_with"].keys() and isinstance(content["read"], list)
-            return content if is_whole and has_all else None
+            return content if self.rows.stat().st_size == content["file"]["size"] else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -282,7 +280,7 @@ def find_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
         if theirs.get(name) != value:
             is_short = isinstance(value, int) or name == "date"
             words = name.replace("_", " ")
-            return f"{words} was {theirs.get(name, 'an older one')}, is {value}" if is_short else f"{words} differs"
+            return f"{words} was {theirs.get(name)}, is {value}" if is_short else f"{words} differs"
     return None
 
 
@@ -305,8 +303,7 @@ class JoinedElsewhere(ValueError):
 
 @contextmanager
 def joining(directory: Path) -> Iterator[None]:
-    """Holds the parts' lock, and removes their directory if it is empty then. JoinedElsewhere if another process that
-    joins them holds it."""
+    """Holds the parts' lock; removes their directory if it is empty then. JoinedElsewhere if another process does."""
     try:
         lock = RunLock(directory)
     except RunError as error:

@@ -55,8 +55,7 @@ class Prepared:
 
 
 def prepare(options: ProcessDataOptions, sources: list[Source], today: str) -> Prepared:
-    """Loads the tokenizer, checks the template, and chooses how rows become samples. `today`: the day on which the data
-    set was begun."""
+    """Loads the tokenizer, checks the template, chooses how rows become samples. `today`: the data set's first day."""
     model_dir = find_model(
         options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
     )
@@ -125,13 +124,8 @@ def prepare_classification(
 ) -> Preparation[labelled.Labelled]:
     """Reads all rows for their labels; returns the preparation of rows."""
     labels = survey_labels(sources, options, num_workers=count_workers(sources, options))
-    made = LabelledTokenizer(
-        tokenizer,
-        labels,
-        max_length=options.max_sample_num_tokens,
-        truncates=options.truncate,
-        template_args=template_args,
-    )
+    max_length = options.max_sample_num_tokens if options.truncate else None
+    made = LabelledTokenizer(tokenizer, labels, max_length=max_length, template_args=template_args)
     return Preparation(labels.task, partial(labelled.read_labelled, options=options), made.tokenize)
 
 

@@ -209,8 +209,7 @@ def check_completeness(prompt: Prompt, tokenizer: Any) -> None:
 
 
 def as_protocol(messages: Sequence[Message]) -> list[Message]:
-    """Converts messages to OpenAI's API: without nulls, and with tool-call arguments as JSON text, which servers parse
-    before rendering."""
+    """Converts messages to OpenAI's API: without nulls, and with arguments as JSON text, which servers parse."""
     return [
         {key: [wrap_call(call) for call in value] if key == "tool_calls" else value for key, value in message.items()}
         for message in ({key: value for key, value in one.items() if value is not None} for one in messages)

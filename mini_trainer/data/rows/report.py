@@ -4,7 +4,6 @@ Whether the rows of a data set teach the model to stop.
 """
 
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -19,7 +18,7 @@ from mini_trainer.data.columns.base import COLUMNS, DataTask, format_count
 from mini_trainer.data.rows.column_names import count_column
 from mini_trainer.data.rows.files import Source
 from mini_trainer.data.rows.writer import TokenizedSample
-from mini_trainer.distributed.messages import say
+from mini_trainer.distributed.messages import say, shows_progress
 from mini_trainer.options import RowOptions
 
 DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing to train on", "invalid": "invalid"}
@@ -152,14 +151,12 @@ def add_up(parts: Sequence[Totals]) -> Totals:
 @contextmanager
 def report_progress(num_bytes: int) -> Iterator[Callable[[int, int], None]]:
     """A function to call with the rows and bytes done since the last call: shows a bar, or a line every ten seconds.
-
-    `num_bytes` is 0 if the total is not known.
-    """
+    `num_bytes` is 0 if the total is not known."""
     from tqdm import tqdm
 
     num_rows, num_done, start = 0, 0, time.monotonic()
     next_line = start + SECONDS_PER_LINE
-    bar = tqdm(total=num_bytes or None, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+    bar = tqdm(total=num_bytes or None, unit="B", unit_scale=True, disable=not shows_progress())
 
     def advance(rows: int, done: int) -> None:
         nonlocal num_rows, num_done, next_line
@@ -261,8 +258,7 @@ def percentile(counts: Counter[int], share: float) -> int:
 
 def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_turns: Collection[str]) -> list[str]:
     """Notes on rows without a trained stop token, such as `stop`. ValueError if more than half of the rows have none
-    because the chat template leaves some turns open (`open_turns`: inner, last), unless that is allowed.
-    """
+    because the chat template leaves some turns open (`open_turns`: inner, last), unless that is allowed."""
     num_rows, num_trained = totals.stops["rows"], totals.stops["trained"]
     choice = options.missing_stop_token
     if choice == "append" and not totals.stops["appended"]:

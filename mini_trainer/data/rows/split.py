@@ -103,11 +103,8 @@ def list_call(call: Any) -> Any:
 
 
 class SideWriter:
-    """Writes a side's samples. Invariant: `totals` cover all added results.
-
-    A block can hold documents of several chunks, so blocks are cut here and not by the workers; each side has a stream
-    of its own.
-    """
+    """Writes a side's samples. Invariant: `totals` cover all added results. A block can hold documents of several
+    chunks, so blocks are cut here and not by the workers; each side has a stream of its own."""
 
     def __init__(
         self, write: Callable[[EncodedSamples], Any], *, ending: str, num_shown: int, cutter: BlockCutter | None

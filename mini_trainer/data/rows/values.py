@@ -153,9 +153,8 @@ WITHOUT_ARGUMENTS = {"name", "id", "type", "index"}  # keys of a call that needs
 
 
 def read_message(message: Any, number: int) -> Any:
-    """The message without keys that say nothing, with arguments of calls as objects; values of another type stay, to
-    be refused with their reason. ValueError for arguments that are not an object, and for values that JSON does not
-    have."""
+    """The message without keys that say nothing, with arguments of calls as objects; values of another type stay, to be
+    refused with their reason. ValueError for arguments that are no object, and values that JSON does not have."""
     if not isinstance(message, dict):
         return message
     if len(message) == 2 and isinstance(message.get("content"), str) and "role" in message:

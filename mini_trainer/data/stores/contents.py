@@ -121,7 +121,7 @@ def sign(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_edited(content: dict[str, Any]) -> bool:
-    """Whether a signed file was changed later; older versions did not sign sidecars."""
+    """Whether a signed file was changed later; sidecars made by hand are not signed."""
     rest = {key: value for key, value in content.items() if key != "sha256"}
     return content.get("sha256", expected := hash_json(rest)) != expected
 
@@ -149,19 +149,16 @@ def load_manifest(directory: Path) -> dict[str, Any]:
 
 def list_recorded(directory: Path) -> tuple[dict[str, Any], Path] | None:
     """The entries of a model's files by name, and their manifest: the directory's, or of an adapter that of the export
-    around it. None if there is none, or if it is not one of this project's.
-    """
+    around it. None if there is none, or if it is not one of this project's."""
     around = directory.absolute().parent
     for place, prefix in ((directory, ""), (around, f"{directory.name}/")):
         if (prefix and not (place / "config.json").is_file()) or is_foreign(place / MANIFEST):
             continue
         try:
             files = load_manifest(place)["files"]
-            entries = {name: {"size": entry["size"], "sha256": entry["sha256"]} for name, entry in files.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{MANIFEST} does not list files"
-            raise ValueError(f"{place}: {reason}, so no file can be verified: {ADVICE}") from None
-        found = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}, so no file can be verified: {ADVICE}") from None
+        found = {name.removeprefix(prefix): entry for name, entry in files.items() if name.startswith(prefix)}
         if found:
             return found, place / MANIFEST
     return None
@@ -178,11 +175,8 @@ def is_foreign(manifest: Path) -> bool:
 
 
 def verify_model(directory: Path, weights: Collection[str], tell: Tell = log.info) -> None:
-    """Checks a model's or adapter's files against its manifest; reports if there is none.
-
-    ValueError if any of the `weights`, names of files, differs or is not listed. Other files may have been edited by
-    hand: a warning names them.
-    """
+    """Checks a model's or adapter's files against its manifest; reports if there is none. ValueError if any of the
+    `weights`, names of files, differs or is not listed. A warning names other files that were edited."""
     found = list_recorded(directory)
     if found is None:
         tell(f"{directory}: has no {MANIFEST}: its weights are used unverified")

@@ -16,7 +16,7 @@ from typing import Any
 from mini_trainer.options.reading import open_descriptor, open_regular
 
 ASIDE = (".writing_", ".removing_")  # prefixes of the directories that a killed run may leave
-SPARE_BYTES = 64 << 20  # left free on the disk by a run
+SPARE_SHARE = 20  # a twentieth more than what is written has to be free: for logs, and what others write meanwhile
 # A full disk, a full quota, the largest size of a file, and a failing disk.
 FAILED_WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -160,9 +160,12 @@ def locked(path: Path, *, flags: int = os.O_RDWR | os.O_CREAT, waits: bool = Tru
         os.close(file)
 
 
-def make_aside(
-    target: Path, needed_bytes: int, *, what: str, spare_bytes: int = SPARE_BYTES, begun: set[Path] | None = None
-) -> Path:
+def with_spare(num_bytes: int) -> int:
+    """What has to be free on the disk for files of this size."""
+    return num_bytes + num_bytes // SPARE_SHARE
+
+
+def make_aside(target: Path, needed_bytes: int, *, what: str, begun: set[Path] | None = None) -> Path:
     """Creates an empty hidden directory next to `target`, for writing the new `what`; OSError if the disk is too full.
 
     Makes the directory of `target`, and none above it. With `begun`, the caller's set of such directories, makes each
@@ -176,17 +179,25 @@ def make_aside(
         if begun is not None:
             begun.add(target.parent)
         aside.mkdir()
+        check_room(aside, needed_bytes, f"{what} {target}")
     except OSError as error:
-        raise OSError(f"cannot write {what} {target}: {error}") from None
-    free = shutil.disk_usage(aside).free
-    if free < needed_bytes + spare_bytes:
-        aside.rmdir()
-        spare = f" (and {spare_bytes:,} to spare)" if spare_bytes else ""
-        advice = "free some, or lower --keep-checkpoints" if spare_bytes else "free some, or write to another disk"
-        raise OSError(
-            f"no room for {what} {target}: it needs {needed_bytes:,} bytes{spare}, the disk has {free:,} free; {advice}"
-        )
+        remove_quietly(aside)
+        raise OSError(f"cannot write {what} {target}: {error}" if error.errno else str(error)) from None
     return aside
+
+
+def count_free(directory: Path) -> int:
+    """Bytes that are free on the disk of a directory, or of what exists above it."""
+    return shutil.disk_usage(next(path for path in (directory, *directory.absolute().parents) if path.is_dir())).free
+
+
+def check_room(directory: Path, needed_bytes: int, what: str) -> None:
+    """OSError, without a number, if the disk of `directory` has no room for `what`."""
+    if (free := count_free(directory)) < with_spare(needed_bytes):
+        raise OSError(
+            f"no room for {what}: it needs {with_spare(needed_bytes):,} bytes (a twentieth of them to spare), the disk"
+            f" has {free:,} free: free some, or write to another disk"
+        )
 
 
 def commit(aside: Path, target: Path) -> None:

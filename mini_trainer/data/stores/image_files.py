@@ -111,10 +111,8 @@ def decoding_errors() -> Iterator[None]:
 
 
 def load_processor(model_dir: str, *, trust_remote_code: bool = False) -> Any:
-    """The model's processor, resizing with numpy and Pillow, even if its video processor cannot be loaded.
-
-    It is the same on every machine, so an image is as many tokens in training as it was here.
-    """
+    """The model's processor, resizing with numpy and Pillow, even if its video processor cannot be loaded. It is the
+    same on every machine, so an image is as many tokens in training as it was here."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError:

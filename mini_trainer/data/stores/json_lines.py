@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from mini_trainer.options.reading import parse_object
+
 MAX_ROW_BYTES = 64 << 20
 NUM_BYTES_SHOWN = 200  # bytes shown of a row that is too long
 
@@ -105,10 +107,6 @@ def quote(value: Any) -> str:
 
 def parse_sample(line: bytes) -> dict[str, Any] | None:
     """The content of a complete line of a run's samples_0.jsonl; None if it is damaged."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_sample = isinstance(row, dict) and type(row.get("step")) is int and line.endswith(b"\n")
-    is_sample = is_sample and all(isinstance(row.get(key), str) for key in ("prompt", "answer", "finish_reason"))
-    return row if is_sample else None
+    row = parse_object(line) or {}
+    has_texts = all(isinstance(row.get(key), str) for key in ("prompt", "answer", "finish_reason"))
+    return row if has_texts and type(row.get("step")) is int and line.endswith(b"\n") else None

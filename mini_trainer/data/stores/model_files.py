@@ -14,12 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
 from mini_trainer.data.stores.contents import Tell, verify_model
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import one_line
-from mini_trainer.options.reading import open_tensors, read_object
+from mini_trainer.options.reading import open_regular, open_tensors, read_object
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 # Sizes by their keys, also in the configs of towers: the least, and the most, which is far above those of any model.
@@ -48,6 +46,7 @@ CARD_FILE = "README.md"
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", CARD_FILE]  # config, tokenizer, model card
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 COMMIT = re.compile("[0-9a-f]{40}")
+TOWERS = re.compile("vision|visual|audio|projector")  # in names of tensors outside of the language model
 MODEL_FLAG = "--model-name-or-path"  # for messages, unless a script uses another option
 
 
@@ -177,10 +176,8 @@ def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:
 
 
 def has_stock_class(config: dict[str, Any], name: str) -> bool:
-    """Whether transformers can load what the file `name` configures without the code in its auto_map.
-
-    Models that became part of transformers still have that entry: Phi 3, DeepSeek V3, Falcon.
-    """
+    """Whether transformers can load what the file `name` configures without the code in its auto_map. Models that
+    became part of transformers still have that entry: Phi 3, DeepSeek V3, Falcon."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -264,6 +261,21 @@ def list_weights(path: Path) -> list[str]:
     return read_index(path / INDEX) if (path / INDEX).exists() else []
 
 
+def count_values(path: Path) -> tuple[int, int]:
+    """Numbers in a model's weight files, by their headers, and how many of them are of its language model. Of a
+    quantized model those that are stored, of a head that is tied to the embedding none."""
+    total, of_text = 0, 0
+    is_tied = read_object(path / CONFIG).get("tie_word_embeddings", False)
+    for name in list_weights(path):
+        with open_regular(path / name) as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for tensor, layout in header.items():
+            if tensor != "__metadata__" and not (is_tied and tensor.endswith("lm_head.weight")):
+                total += (count := math.prod(layout["shape"]))
+                of_text += 0 if TOWERS.search(tensor) else count
+    return total, of_text
+
+
 def read_index(index: Path) -> list[str]:
     """Names of the files in a weight index; ValueError unless they are in the same directory."""
     content = read_object(index)
@@ -292,6 +304,8 @@ def check_model_path(path: str, *, flag: str) -> None:
 
 def download(repo: str, *, revision: str | None, patterns: list[str], flag: str) -> Path:
     """Downloads the repository's files matching `patterns` to the hub's cache; without network, finds them there."""
+    from huggingface_hub import snapshot_download  # takes as long as all checks of a local model
+
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # errors of the network, the hub and the disk

@@ -155,8 +155,7 @@ class RemoteFile:
 
 class RemoteReader(AbstractBufferedFile):
     """The bytes of a remote file, by requests that are made again if they fail. RunError if one keeps failing, or the
-    file ends before the length that the store has said.
-    """
+    file ends before the length that the store has said."""
 
     def __init__(self, remote: RemoteFile) -> None:
         super().__init__(*open_filesystem(remote.url), block_size=FETCHED_BYTES, size=remote.num_bytes)
@@ -267,11 +266,8 @@ def list_remote(folder: str, waits: Sequence[float] | None = None) -> list[str]:
 
 
 def upload_directory(source: Path, url: str, *, last: Sequence[str] = (), waits: Sequence[float] | None = None) -> None:
-    """Makes the files at `url` those of a directory.
-
-    Files named as in `last`, without which nobody takes the others for complete, are removed first and written last,
-    in that order.
-    """
+    """Makes the files at `url` those of a directory. Files named as in `last`, without which nobody takes the others
+    for complete, are removed first and written last, in that order."""
 
     def rank(name: str) -> tuple[int, str]:
         base = name.rpartition("/")[2]

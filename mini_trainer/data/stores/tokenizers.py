@@ -82,10 +82,7 @@ def read_processors_template(model_dir: Path) -> str | None:
 
 def fingerprint_tokenizer(tokenizer: Any) -> str:
     """sha256 of every token with its id and of the tokens of a fixed text, with and without those that the tokenizer
-    adds to texts.
-
-    Independent of padding, truncation, chat template and library version.
-    """
+    adds to texts. Independent of padding, truncation, chat template and library version."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     probes = [tokenizer(FINGERPRINT_TEXT, add_special_tokens=each)["input_ids"] for each in (False, True)]
     return hash_json([vocabulary, *probes])
@@ -127,10 +124,8 @@ NAMED_TEMPLATES = {
 
 
 def change_tokenizer(tokenizer: Any, *, template: str | None, special_tokens: Sequence[str]) -> dict[str, int]:
-    """Sets the template (a name or a file) and adds the tokens; returns the new entries of the vocabulary.
-
-    A token that is in the vocabulary but not special becomes special and keeps its id.
-    """
+    """Sets the template (a name or a file) and adds the tokens; returns the new entries of the vocabulary. A token that
+    is in the vocabulary but not special becomes special and keeps its id."""
     known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     useless = [token for token in special_tokens if token in known or not token.strip()]
     if useless:

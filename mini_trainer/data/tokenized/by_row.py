@@ -46,9 +46,6 @@ class RowRange:
         start, stop = (min(max(place - first, 0), size) for place in (self.first, self.first + self.size))
         return slice(start, stop)
 
-    def tolist(self) -> list[int]:
-        return list(self)
-
 
 Rows = np.ndarray | RowRange
 
@@ -132,9 +129,7 @@ def find_top_row(values: Values, rows: Rows) -> int:
 
 class RunningSums:
     """Sums of the values before any place, walked once, up to the furthest place asked for: 8 / `BLOCK` bytes a value.
-
-    One thread asks, unless all has been walked.
-    """
+    One thread asks, unless all has been walked."""
 
     def __init__(self, read: Callable[[int, int], np.ndarray], size: int, *, total: int):
         """`read`: the values from one place to another, of `size` whose sum is `total`."""

@@ -7,14 +7,13 @@ A copy's directory is renamed to its name when it is complete and its content is
 
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from mini_trainer.data.stores import disk
-from mini_trainer.data.stores.disk import SPARE_BYTES, hash_json, sync_file, written_aside
+from mini_trainer.data.stores.disk import hash_json, sync_file, written_aside
 from mini_trainer.data.stores.made import MADE, is_as_made, record_made
 from mini_trainer.data.stores.remote import (
     FETCHED_BYTES,
@@ -31,7 +30,7 @@ from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0
 from mini_trainer.options import flag_name
 from mini_trainer.options.places import expand
-from mini_trainer.options.reading import open_own
+from mini_trainer.options.reading import open_own, parse_object
 from mini_trainer.options.urls import is_url
 
 SECONDS_BETWEEN_LINES = 20.0  # about how much of a long download is done
@@ -70,11 +69,9 @@ Found = dict[str, RemoteSet]  # by URL
 def download_data_sets(
     given: Mapping[str, Sequence[str]], world: World, *, cache_dir: str, beside: Sequence[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Local paths of data sets, for the options that name URLs; one process of each node copies them.
-
-    `given`: paths and URLs by option; rank 0's decide. `beside`: endings of further files that are copied if they
-    exist. All ranks call this. ValueError, as RunError, for data that cannot be read.
-    """
+    """Local paths of data sets, for the options that name URLs; one process of each node copies them. `given`: paths
+    and URLs by option; rank 0's decide. `beside`: endings of further files that are copied if they exist. All ranks
+    call this. ValueError, as RunError, for data that cannot be read."""
     given, found = call_on_rank0(world, lambda: (given, find_sets(given, beside=beside)))
     if found:
         call_on_each_node(world, lambda: fetch_sets(found, cache_dir))
@@ -101,7 +98,8 @@ def find_set(url: str, *, flag: str, beside: Sequence[str] = ()) -> RemoteSet:
         sidecar_name = str(DataSetFiles(Path(name)).sidecar)
         names = [sidecar_name, *(name + ending for ending in beside)]
         others = {other: file for other in names if (file := look_up_remote(f"{folder}/{other}")) is not None}
-        sidecar = read_sidecar(others[sidecar_name]) if sidecar_name in others else {}
+        # Empty if it is none, which the reader of the copy refuses.
+        sidecar = parse_object(others[sidecar_name].open().read()) or {} if sidecar_name in others else {}
         if sidecar.get("tokenizer_dir") is not None:
             others |= find_tokenizer(folder, str(sidecar["tokenizer_dir"]), flag=flag)
     files = others | {name: data}
@@ -113,15 +111,6 @@ def find_set(url: str, *, flag: str, beside: Sequence[str] = ()) -> RemoteSet:
         )
     recorded = sidecar.get("file")
     return RemoteSet(url, files, recorded.get("sha256") if isinstance(recorded, dict) else None)
-
-
-def read_sidecar(remote: RemoteFile) -> dict:
-    """A sidecar's content; empty if it is none, which the reader of the copy refuses."""
-    try:
-        content = json.loads(remote.open().read())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def find_tokenizer(folder: str, name: str, *, flag: str) -> dict[str, RemoteFile]:
@@ -153,12 +142,7 @@ def fetch_set(found: RemoteSet, cache_dir: str) -> None:
     with disk.locked(folder.with_name(f".{folder.name}.lock")):
         if is_as_made(folder / MADE, found.key):
             return log.info(f"data: {found.url} is already here, {data}")
-        free = shutil.disk_usage(folder.parent).free
-        if free < found.num_bytes + SPARE_BYTES:
-            raise ValueError(
-                f"{found.url}: needs {found.num_bytes:,} bytes in {folder.parent}, which has {free:,} free: free some,"
-                " or give another --data-cache-dir"
-            )
+        disk.check_room(folder.parent, found.num_bytes, f"{found.url} in --data-cache-dir {folder.parent}")
         log.info(f"data: copying {found.url} ({found.num_bytes:,} bytes) to {data}")
         with written_aside(folder) as (aside,):
             aside.mkdir()

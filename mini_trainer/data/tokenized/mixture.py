@@ -27,18 +27,13 @@ class ByRow(Protocol):
 
 
 class Mixture:
-    """Tokenized data sets from which samples are drawn by their `shares`.
-
-    `lengths`, `sizes`, `num_loss_tokens` and `kept` are indexed like their concatenations, by the row's number in
-    `numbers`.
-    """
+    """Tokenized data sets from which samples are drawn by their `shares`. `lengths`, `sizes`, `num_loss_tokens` and
+    `kept` are indexed like their concatenations, by the row's number in `numbers`."""
 
     def __init__(self, sources: Sequence[TokenizedData], *, weights: Sequence[float] = (), by: str = "samples"):
-        """`weights` are relative shares of the drawn samples or, with `by` "tokens", of their tokens.
-
-        Without weights each set counts by its size, so an epoch has every sample once. ValueError for a set given
-        twice, or sets for different tasks.
-        """
+        """`weights` are relative shares of the drawn samples or, with `by` "tokens", of their tokens. Without weights
+        each set counts by its size, so an epoch has every sample once. ValueError for a set given twice, or sets for
+        different tasks."""
         self.sources = list(sources)
         self.task = sources[0].task
         for source in sources:
@@ -236,11 +231,9 @@ def name_sources(paths: Sequence[Path]) -> list[str]:
 
 
 def interleave(shares: np.ndarray, *, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each of the positions [start, start + count), and the number drawn from each source before.
-
-    Sample k of a source with share s is due at (k + 1/2) / s, and samples are drawn in the order in which they are due.
-    So at every position each source has its share to within a sample or two, and any position can be computed directly.
-    """
+    """The source of each of the positions [start, start + count), and the number drawn from each source before. Sample
+    k of a source with share s is due at (k + 1/2) / s, and samples are drawn in the order in which they are due. So at
+    every position each source has its share to within a sample or two, and any position can be computed directly."""
     slack = len(shares) + 1  # bounds the difference between the number of samples due and the time
     firsts = [max(0, math.floor(share * (start - slack)) - 1) for share in shares]
     ends = [math.ceil(share * (start + count + slack)) + 1 for share in shares]

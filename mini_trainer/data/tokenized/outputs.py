@@ -39,10 +39,8 @@ class DataSetFiles:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Output paths: the data set, its validation side if rows are split, and the preview page.
-
-    Unusable rows have no side; their file is next to the training data.
-    """
+    """Output paths: the data set, its validation side if rows are split, and the preview page. Unusable rows have no
+    side; their file is next to the training data."""
 
     data: Path
     page: Path | None

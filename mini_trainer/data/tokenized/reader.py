@@ -35,9 +35,8 @@ FOR_ROWS = {
     "--data-path": f"{TOKENIZE}, or give them to train with --input-file",
     "--validation-data-path": f"{TOKENIZE}, or have train hold out rows of --input-file with --validation-share",
 }
-FORMAT_VERSION = 3  # of tokenized data sets; sidecars without one are made by hand
 # Types of the sidecar's entries that training reads.
-SIDECAR_TYPES = {"format_version": int, "num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str,
+SIDECAR_TYPES = {"num_samples": int, "tokenizer_fingerprint": str, "tokenizer_dir": str,
                  "stop_token_id": int, "sources": list, "file": dict}  # fmt: skip
 
 
@@ -54,7 +53,7 @@ class TokenizedData:
         self.kind = COLUMNS[self.task.objective]
         if self.path.is_file():
             size = self.path.stat().st_size
-            if (said := find_recorded_file(recorded).get("size", size)) != size:  # older versions recorded none
+            if (said := find_recorded_file(recorded).get("size", size)) != size:
                 raise ValueError(
                     f"{path}: {size:,} bytes, but {path}.meta.json says {said:,}: it was changed later, or copied only"
                     " in part; copy both again, or tokenize the data again with process_data.py"
@@ -244,9 +243,8 @@ class RowSequences:
 def open_rows(
     path: Path, kind: Columns, *, option: str, sidecar: dict[str, Any] | None, cache_dir: str
 ) -> tuple[ArrowFile, Index]:
-    """The file of a data set and its index; .parquet and .jsonl are first converted to Arrow, once. Messages begin
-    with the `option` and the path.
-    """
+    """The file of a data set and its index; .parquet and .jsonl are first converted to Arrow, once. Messages begin with
+    the `option` and the path."""
     named, advice = f"{option} {path}", FOR_ROWS.get(option, TOKENIZE)
     if path.suffix not in (".arrow", ".parquet", ".jsonl"):
         raise ValueError(f"{named}: a tokenized data set ends in .arrow, .parquet or .jsonl. {advice}")
@@ -316,12 +314,6 @@ def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
             raise ValueError(
                 f"{path}: {key} is {sidecar[key]!r:.80}, which process_data.py does not write: tokenize the data again"
             )
-    if (sidecar.get("format_version") or FORMAT_VERSION) < FORMAT_VERSION:
-        raise ValueError(
-            f"{path}: an earlier version made the data set: it lacks answers' first tokens where the tokenizer joined"
-            " them with the prompt, and does not record the tokens that the tokenizer adds to texts: tokenize the data"
-            " again with process_data.py"
-        )
     if not all(isinstance(made, dict) and {"file", "sha256"} <= made.keys() for made in sidecar.get("sources") or []):
         raise ValueError(f"{path}: sources does not list files with their sha256: tokenize the data again")
     recorded = find_recorded_file(sidecar)
@@ -341,7 +333,7 @@ def verify_data(data: TokenizedData, tell: Tell = log.info) -> None:
 
 
 def find_recorded_file(sidecar: dict[str, Any] | None) -> dict[str, Any]:
-    """Size and SHA-256 of the data set's file according to its sidecar; empty if an older version wrote it."""
+    """Size and SHA-256 of the data set's file according to its sidecar; empty for one made by hand."""
     return (sidecar or {}).get("file") or {}
 
 

@@ -30,7 +30,6 @@ from mini_trainer.data.stores.tokenizers import (
     load_tokenizer,
 )
 from mini_trainer.data.tokenized.outputs import Outputs
-from mini_trainer.data.tokenized.reader import FORMAT_VERSION
 from mini_trainer.distributed.messages import hide_in
 from mini_trainer.options import RowOptions
 from mini_trainer.options.reading import hash_file, read_object
@@ -73,9 +72,7 @@ def describe_data_set(
 
 def is_made_of(data: Path, path: Path, sources: Sequence[Source], made_with: dict[str, Any]) -> bool:
     """Whether the sidecar at `path` says that the data set is the result of these files with these dependencies, begun
-    on any day; reads local files for their hashes. Also False if it cannot show that: for remote files without a
-    version.
-    """
+    on any day; reads local files for their hashes. False if it cannot show that: for remote files without version."""
     try:
         sidecar = read_object(path)
     except ValueError:
@@ -136,6 +133,7 @@ def describe_versions() -> dict[str, str]:
     return {"python": platform.python_version()} | libraries
 
 
+FORMAT_VERSION = 3  # of tokenized data sets
 KEY_LENGTH = 16  # digits of the hash
 HOW_ONLY = ("input_file", "num_proc")  # options that do not affect the content of a data set
 

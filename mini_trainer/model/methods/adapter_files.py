@@ -26,8 +26,8 @@ from mini_trainer.data.stores.model_files import GENERATION, check_values
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.limits import time_limit
 from mini_trainer.model.config import load_generation_file
-from mini_trainer.model.stored_tensors import Readers, check_finite, read_tensor
-from mini_trainer.model.weights import grow_rows
+from mini_trainer.model.stored_tensors import Readers, read_tensor
+from mini_trainer.model.weights import grow_rows, read_finite
 from mini_trainer.options.learning import MOST_RANK
 from mini_trainer.options.problems.finding import require
 from mini_trainer.options.reading import hash_file, open_tensors, read_object, read_text
@@ -299,10 +299,6 @@ def check_base(directory: Path, config: "LoraConfig", base: dict[str, Any]) -> N
     """ValueError if the adapter's base model is not `base`; only a warning if just their names are known."""
     path = directory / BASE_FILE
     known = read_object(path) if path.is_file() else {}
-    if known and not {"name", "fingerprint"} <= known.keys():
-        raise ValueError(
-            f"{path}: does not name the model that the adapter was trained on: remove the file, or copy it again"
-        )
     if known and known["fingerprint"] != base["fingerprint"]:
         raise ValueError(
             f"adapter {directory}: was trained on a different model ({known['name']}, by its config and weights)"
@@ -354,7 +350,7 @@ def read_adapter(
     for saved, name in saved_names.items():
         if saved not in stored or saved in of_labels:
             continue
-        read = functools.partial(read_finite, path, saved)
+        read = functools.partial(read_finite, functools.partial(read_tensor, path, saved), saved, f"adapter {path}")
         read = functools.partial(grow_rows, read, wanted[saved][0]) if saved in grown else read
         if name in readers and not torch.equal(readers[name](), read()):
             raise ValueError(f"adapter {directory}: holds another copy of {saved} too: {TIED}")
@@ -374,10 +370,6 @@ def is_grown(key: str, found: tuple[int, ...], wanted: tuple[int, ...], model: P
     owner = model.get_submodule(key.removeprefix(PREFIX).rpartition(".")[0])
     is_by_token = owner in (model.get_input_embeddings(), model.get_output_embeddings())
     return is_by_token and found[1:] == wanted[1:] and found[0] < wanted[0]
-
-
-def read_finite(path: Path, saved: str) -> Tensor:
-    return check_finite(read_tensor(path, saved), saved, where=f"adapter {path}")
 
 
 def write_adapter(directory: Path, config: "LoraConfig", tensors: dict[str, Tensor], base: dict[str, Any]) -> None:

@@ -30,11 +30,8 @@ ERROR_4_BITS = 2e-1  # allowed relative error of a merged model's loss, whose ba
 
 
 class LoRA(Method):
-    """Trains adapters in fp32 next to frozen weights in the compute dtype.
-
-    Invariant: after `prepare` or `lay_out`, `config` and `saved_names` describe the layers in the model; rank 0 has a
-    `merger` after `prepare`.
-    """
+    """Trains adapters in fp32 next to frozen weights in the compute dtype. Invariant: after `prepare` or `lay_out`,
+    `config` and `saved_names` describe the layers in the model; rank 0 has a `merger` after `prepare`."""
 
     tags = ("lora",)
     saves_frozen = False

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 
 def speed_up(layers: Iterable[nn.Module], *, adapter: str, kept: Container[nn.Parameter] = ()) -> None:
-    """Gives peft's layers a faster forward if they are plain linear layers with an adapter.
-
-    Layers of experts, DoRA and dropout keep peft's forward, and so do weights in `kept`, of another type than adapters.
-    """
+    """Gives peft's layers a faster forward if they are plain linear layers with an adapter. Layers of experts, DoRA and
+    dropout keep peft's forward, and so do weights in `kept`, of another type than adapters."""
     from peft.tuners.lora import Linear
 
     for layer in layers:
@@ -376,11 +374,9 @@ def find_saved_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def make_initial(layers: dict[str, nn.Module], read_base: Callable[[str], Tensor], *, seed: int) -> Readers:
-    """Returns readers of initial values for all adapter parameters: peft's own initialization, seeded by `seed`.
-
-    A is uniform, B zero, and DoRA's magnitude the norm of the weight's rows, so that the adapters change nothing at
-    first. `layers` are peft's, on meta; `read_base` reads a parameter of the base.
-    """
+    """Returns readers of initial values for all adapter parameters: peft's own initialization, seeded by `seed`. A is
+    uniform, B zero, and DoRA's magnitude the norm of the weight's rows, so that the adapters change nothing at first.
+    `layers` are peft's, on meta; `read_base` reads a parameter of the base."""
 
     def make(prefix: str, key: str) -> Tensor:
         value = torch.zeros(layers[prefix].get_parameter(key).shape)

@@ -29,11 +29,9 @@ MAX_NUMEL = 2**31 - 1  # of a tensor that bitsandbytes' kernels take
 
 
 class NF4Weight(nn.Module):
-    """A frozen weight stored in NF4: a matrix, or one per expert, each quantized by itself.
-
-    `packed` holds, as bytes: in fp32, one scale per 256 scales, the 256 values of these, and their mean in each matrix;
-    a byte per scale; half a byte per weight.
-    """
+    """A frozen weight stored in NF4: a matrix, or one per expert, each quantized by itself. `packed` holds, as bytes:
+    in fp32, one scale per 256 scales, the 256 values of these, and their mean in each matrix; a byte per scale; half a
+    byte per weight."""
 
     suffix = ""  # of the parameter's name in the base model, after the module's
 

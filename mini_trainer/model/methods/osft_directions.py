@@ -38,11 +38,8 @@ NUM_CALIBRATION_SAMPLES = 512  # maximum number drawn from the data, with the ru
 
 @dataclass
 class Statistics:
-    """Statistics of the layers' inputs on earlier tasks' data, with equal weight for each data set.
-
-    Empty except on rank 0. Layers with the same input (query, key and value) share one covariance, stored under the
-    first one's name.
-    """
+    """Statistics of the layers' inputs on earlier tasks' data, with equal weight for each data set. Empty except on
+    rank 0. Layers with the same input (query, key, value) share one covariance, under the first one's name."""
 
     covariances: dict[str, Tensor] = field(default_factory=dict)  # (in, in) fp64: sum over data sets of mean x x^T
     inputs: dict[str, str] = field(default_factory=dict)  # layer -> layer under whose name its covariance is stored
@@ -179,12 +176,9 @@ def prepare_statistics(
 def gather_statistics(
     packed_model: PackedModel, batch: Batch, *, patterns: tuple[str, ...], data_hash: str, world: World
 ) -> Statistics:
-    """Runs each rank's micro-batches of `batch` forward, recording every targeted linear layer.
-
-    All tokens of samples count, trained or not, and none that fills a row or an idle rank's. Sums are in fp64.
-    Covariances that do not fit into memory together are recorded in several passes, between which rank 0's CPU memory
-    holds them.
-    """
+    """Runs each rank's micro-batches of `batch` forward, recording every targeted linear layer. All tokens of samples
+    count, trained or not, and none that fills a row or an idle rank's. Sums are in fp64. Covariances that do not fit
+    into memory together are recorded in several passes, between which rank 0's CPU memory holds them."""
     packed_model.eval()
     counts = [
         count_own(int(batch.lengths[indices].sum()), micro_batch.row)
@@ -330,9 +324,8 @@ class Directions:
         self.num_earlier = subspaces.count_earlier(self.options.osft_bases, self.shapes, self.options.osft_basis)
         ratio = self.options.osft_unfreeze_rank_ratio
         ratio = UNKNOWN_ENERGY_RATIO if ratio is None else ratio
-        return self.keep_earlier(
-            {name: subspaces.count_kept(columns, ratio) for name, columns in self.num_columns.items()}
-        )
+        counts = {name: subspaces.count_kept(columns, ratio) for name, columns in self.num_columns.items()}
+        return self.keep_earlier(counts)
 
     def compute(
         self, statistics: Statistics, readers: Readers, *, world: World, progress: Callable[[str], None]
@@ -421,12 +414,8 @@ class Directions:
         spectra = {name: self.read_spectrum(name) for name in self.targets}
         if (wanted := self.options.osft_keep_energy) is not None:
             shares = {name: spectrum.cumsum(0) / spectrum.sum() for name, spectrum in spectra.items()}
-            num_kept = self.keep_earlier(
-                {
-                    name: min(columns, int((shares[name] < wanted).sum()) + 1)
-                    for name, columns in self.num_columns.items()
-                }
-            )
+            held = {name: int((shares[name] < wanted).sum()) + 1 for name in self.targets}
+            num_kept = self.keep_earlier({name: min(self.num_columns[name], held[name]) for name in self.targets})
             self.refuse_nothing(num_kept, "--osft-keep-energy", wanted)
         report_energy(spectra, num_kept)
         return num_kept

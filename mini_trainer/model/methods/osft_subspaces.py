@@ -81,11 +81,9 @@ def count_kept(num_directions: int, unfreeze_rank_ratio: float) -> int:
 
 
 def decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Right singular vectors (s, s) and singular values (s,), descending, of a matrix (L, s), L >= s, in fp64.
-
-    Uses `eigh` of the Gram matrix, which loses singular values below 1e-8 of the largest; directions below `RESOLVED`
-    are therefore decomposed again separately.
-    """
+    """Right singular vectors (s, s) and singular values (s,), descending, of a matrix (L, s), L >= s, in fp64. Uses
+    `eigh` of the Gram matrix, which loses singular values below 1e-8 of the largest; directions below `RESOLVED` are
+    therefore decomposed again separately."""
     values, basis = torch.linalg.eigh(matrix.T @ matrix)
     values, basis = values.flip(0).clamp_(min=0), basis.flip(1)
     num_resolved = max(1, int((values > RESOLVED * values[0]).sum()))
@@ -98,10 +96,7 @@ def decompose(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def make_subspace(matrix: Tensor, *, device: torch.device) -> dict[str, Tensor]:
     """Computes a layer's tensors to cache, for any R: `basis` (s, s), `singular_values` (s,), `left` (L, L) if square.
-
-    `matrix` is A (L, s), or, in fp64, the covariance (s, s) of the layer's inputs, whose singular values and basis are
-    then returned.
-    """
+    `matrix`: A (L, s), or in fp64 the covariance (s, s) of the inputs, whose singular values and basis are returned."""
     is_covariance = matrix.dtype == torch.float64
     matrix = matrix.to(device, torch.float64)
     if is_covariance:
@@ -290,10 +285,8 @@ def write_bases(bases: dict[str, Bases], path: Path, *, basis: str) -> None:
 
 
 def restrict(matrix: Tensor, earlier: Bases, *, device: torch.device) -> Tensor:
-    """The part of a weight A (L, s), or of a covariance (s, s), outside the earlier directions, in fp64.
-
-    Its columns, and the covariance's rows, are in the coordinates of V_free: (I - U U^T) A V_free or V_free^T C V_free.
-    """
+    """The part of a weight A (L, s), or of a covariance (s, s), outside the earlier directions, in fp64. Its columns,
+    and the covariance's rows, are in the coordinates of V_free: (I - U U^T) A V_free or V_free^T C V_free."""
     V_free = earlier.V_free.to(device, torch.float64)
     part = matrix.to(device, torch.float64) @ V_free
     if earlier.U_kept is None:

@@ -211,10 +211,8 @@ def open_optimizer(options: OptimizationOptions) -> AdamW:
 
 def build_optimizer(model: nn.Module, options: OptimizationOptions, *, seed: int = 0) -> Optimizer:
     """Builds the optimizer of the trainable parameters, with weight decay by `find_decayed`, unless patterns say else.
-
     Each group's "rate" is its learning rate as a multiple of the run's. `seed`: of rounding. ValueError if an option
-    does not fit the model.
-    """
+    does not fit the model."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     assert all(isinstance(p, DTensor) for p in params.values()), "gathered: the optimizer would train dead copies"
     decayed, rates = find_decayed(model), choose_rates(model, options)
@@ -286,11 +284,8 @@ def reduce_step(
     data_wait_seconds: float,
     flags: int = 0,
 ) -> StepSums:
-    """Combines all ranks' `sums`, gradient norms, memory, waiting times and flags: one collective, one sync.
-
-    `sums` are of the rank's micro-batches, as many on every rank. The first `num_shards` ranks hold the whole gradient;
-    the others hold copies.
-    """
+    """Combines all ranks' `sums`, gradient norms, memory, waiting times and flags: one collective, one sync. `sums`: of
+    a rank's micro-batches, as many on each. The first `num_shards` ranks hold the whole gradient, others copies."""
     totals = {name: sum(each.reports[name].double() for each in sums) for name in sums[0].reports}
     by_device: dict[torch.device, list[Tensor]] = {}  # with --cpu-offload most are on the CPU
     for gradient in gradients:

@@ -23,14 +23,12 @@ from mini_trainer.data.tokenized.by_row import RowNumbers, RunningSums
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.model.fingerprints import digest_data
 from mini_trainer.objectives.soft_targets import make_even_records, make_record_type
-from mini_trainer.options.reading import list_wrong, open_descriptor, open_own, open_regular, read_fields, read_object
-from mini_trainer.options.tools import MOST_TOP_K
+from mini_trainer.options.reading import open_descriptor, open_own, open_regular, read_fields, read_object
 
 # Types of the sidecar's entries.
 SIDECAR_TYPES = {"data": str, "teacher": str, "tokenizer": str, "top_k": int, "temperature": float | int,
                  "num_ids": int, "dtype": str, "num_tokens": int, "loss": float, "tail": float,
                  "max_token_id": int, "file": dict}  # fmt: skip
-FILE_TYPES = {"size": int, "sha256": str}
 PART_BYTES = 32 << 20  # of records that are computed before they are written
 SERVED = "served_weights"  # the field that a server does not always say
 
@@ -85,11 +83,8 @@ class ScoreWriter:
         return self.path.with_name(f"{self.part.name}.json")
 
     def list_parts(self) -> list[tuple[int, int]]:
-        """Ranges of the rows that are not written yet, each of as many as are computed and written together.
-
-        They do not depend on what is written already: a resumed scoring packs the rest like an uninterrupted one, and
-        gets the same bits.
-        """
+        """Ranges of the rows that are not written yet, each of as many as are written together; independent of what is
+        written already, so a resumed scoring packs the rest like an uninterrupted one, and gets the same bits."""
         num_written = self.part.stat().st_size // self.item_size if self.begun.exists() and self.part.exists() else 0
         parts, first, before = [], 0, self.trained.before
         while first < self.trained.size:
@@ -139,13 +134,7 @@ def check_identity(sidecar: Path, identity: ScoreIdentity, *, advice: str) -> No
 
 def read_score_sidecar(path: Path) -> dict[str, Any]:
     """The sidecar of complete scores; ValueError naming the entries that are missing or of another kind."""
-    sidecar = read_fields(path, SIDECAR_TYPES, written_by="score-data", advice=": score the data again")
-    recorded = sidecar["file"]
-    is_odd = bool(list_wrong(recorded, FILE_TYPES))
-    if is_odd or not 1 <= sidecar["top_k"] <= MOST_TOP_K:
-        found = f"file is {recorded!r:.80}" if is_odd else f"top_k is {sidecar['top_k']}, allowed: 1 to {MOST_TOP_K}"
-        raise ValueError(f"{path}: {found}: score the data again")
-    return sidecar
+    return read_fields(path, SIDECAR_TYPES, written_by="score-data", advice=": score the data again")
 
 
 class ScoreFile:

@@ -141,11 +141,8 @@ class ClassifierFamily(family.Family):
 
 
 class ClassifierRowModel(family.RowModel):
-    """Reads rows with a classifier.
-
-    The base model runs once over the packed row. The state that its head reads from each sequence (or labelled token)
-    is then passed to the model's own forward, as if each were a sequence of one token.
-    """
+    """Reads rows with a classifier. The base model runs once over the packed row; the state that its head reads from
+    each sequence (or labelled token) then passes through the model's own forward, as a sequence of one token."""
 
     def __init__(self, model: PreTrainedModel, *, of_tokens: bool):
         super().__init__(model)

@@ -208,11 +208,8 @@ class TextRowModel(family.RowModel):
 
 
 def find_head_transform(model: PreTrainedModel) -> nn.Module | None:
-    """The transform between the model's last hidden states and its head's projection; None if it has no weights.
-
-    It is the only module, apart from the one that contains the base model, with its own weights; the start-up check
-    verifies the result.
-    """
+    """The transform between the model's last hidden states and its head's projection; None if it has no weights. It is
+    the only other module with its own weights; the start-up check verifies the result."""
     head = model.get_output_embeddings()
     base = text_tower.find_decoder(model)
     inside = {*base.parameters(), *head.parameters()}

@@ -126,13 +126,6 @@ def find_needed(model: PreTrainedModel) -> list[str]:
             if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in given]  # fmt: skip
 
 
-def make_absent(part: nn.Module, embedding: nn.Module) -> nn.Module | None:
-    """Makes the placeholder for a removed part; None if none is needed."""
-    if isinstance(part, PreTrainedModel):
-        return AbsentTower(embedding)
-    return AbsentEmbedder(embedding, part) if hasattr(part, "vocab_offset") else None
-
-
 def keep_text_tower(model: PreTrainedModel) -> LeftOut:
     """Removes from a multimodal model on meta everything but its decoder, embedding and head."""
     if not is_multimodal(model.config):
@@ -149,7 +142,9 @@ def keep_text_tower(model: PreTrainedModel) -> LeftOut:
                 path = f"{prefix}.{name}".lstrip(".")
                 parts.append(path)
                 modules += [f"{path}.{inner}".rstrip(".") for inner, _ in child.named_modules()]
-                module._modules[name] = make_absent(child, model.get_input_embeddings())
+                embedding = model.get_input_embeddings()
+                absent = AbsentEmbedder(embedding, child) if hasattr(child, "vocab_offset") else None
+                module._modules[name] = AbsentTower(embedding) if isinstance(child, PreTrainedModel) else absent
         for tensors in (module._parameters, module._buffers):
             for name in tensors:
                 tensors[name] = None
@@ -175,11 +170,9 @@ def list_parts(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """Finds the transformer blocks: the module list whose length is the config's number of layers.
-
-    If there is none (several layers per block, several stacks, a decoder's own): the longest list that is in no other
-    one, plus all lists of modules of the same class.
-    """
+    """Finds the transformer blocks: the module list whose length is the config's number of layers. If there is none
+    (several layers per block, several stacks, a decoder's own): the longest list that is in no other one, plus all
+    lists of modules of the same class."""
     decoder, num_blocks = find_decoder(model), getattr(text_config(model.config), "num_hidden_layers", None)
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_blocks:

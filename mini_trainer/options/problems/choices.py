@@ -4,15 +4,11 @@ images, trackers, and places of exports."""
 import re
 from collections.abc import Iterator
 
-from mini_trainer.options import TrainOptions, flag_name, learning
+from mini_trainer.options import TeacherOptions, TrainOptions, flag_name
 from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import complete_rows, list_changed, list_given, list_row_sources
 from mini_trainer.options.urls import WRITABLE, find_url_faults, is_url, split_scheme
-
-
-def find_signal_problems(options: TrainOptions) -> list[str]:
-    return [*find_preference_problems(options), *find_teacher_problems(options)]
 
 
 def find_preference_problems(options: TrainOptions) -> Iterator[str]:
@@ -65,7 +61,7 @@ def find_unpaired(teacher_data: tuple[str, ...], num_sets: int) -> Iterator[str]
         yield f"--teacher-data: {len(teacher_data)} for {num_sets} data sets of --data-path"
 
 
-def find_teacher_source_problems(o: learning.TeacherOptions) -> Iterator[str]:
+def find_teacher_source_problems(o: TeacherOptions) -> Iterator[str]:
     """Divergences that this kind of teacher does not have."""
     if o.teacher_model is None:
         if o.teacher_divergence not in FROM_TOP:
@@ -163,31 +159,22 @@ def find_reporting_problems(options: TrainOptions) -> Iterator[str]:
         yield f"--upload-to {url}: must be a URL (s3://BUCKET/PATH or gs://BUCKET/PATH)"
     elif url is not None and split_scheme(url)[0] == "hf":
         yield f"--upload-to {url}: give the repository by --push-to-hub, which makes each export a commit"
-    elif url is not None:
-        yield from find_target_faults(url, flag="--upload-to")
-
-
-def find_target_faults(url: str, *, flag: str) -> list[str]:
-    """Reasons why a URL cannot be written to."""
-    if faults := find_url_faults(url, flag=flag):
-        return faults
-    scheme, place = split_scheme(url)
-    if scheme not in WRITABLE:
+    elif url is not None and (faults := find_url_faults(url, flag="--upload-to")):
+        yield from faults
+    elif url is not None and (scheme := split_scheme(url)[0]) not in WRITABLE:
         stores = "://, ".join(WRITABLE[:-1])
-        return [f"{flag} {url}: web servers cannot be written to: give {stores}:// or {WRITABLE[-1]}://, or a path"]
-    return [] if place.strip("/") else [f"{flag} {url}: names no bucket: must be {scheme}://BUCKET/PATH"]
+        yield f"--upload-to {url}: web servers cannot be written to: give {stores}:// or {WRITABLE[-1]}://, or a path"
+    elif url is not None and not split_scheme(url)[1].strip("/"):
+        yield f"--upload-to {url}: names no bucket: must be {scheme}://BUCKET/PATH"
 
 
 # Settings that an adapter to continue from determines, so options must not set them.
 LORA_ADAPTER_SAYS = ("rank", "alpha", "dropout", "target_modules", "use_dora", "modules_to_save")
 
 
-def find_method_problems(options: TrainOptions) -> list[str]:
-    return [*find_osft_problems(options.osft), *find_lora_problems(options), *find_vision_problems(options)]
-
-
-def find_osft_problems(o: learning.OSFTOptions) -> Iterator[str]:
+def find_osft_problems(options: TrainOptions) -> Iterator[str]:
     """Problems with OSFT's options: without effect, or missing."""
+    o = options.osft
     if not o.osft:
         return
     ratio, energy = o.osft_unfreeze_rank_ratio, o.osft_keep_energy
@@ -228,8 +215,6 @@ def find_lora_problems(options: TrainOptions) -> Iterator[str]:
 
 def find_vision_problems(options: TrainOptions) -> list[str]:
     """Problems with --freeze, alone or with LoRA and OSFT."""
-    if options.vision == learning.VisionOptions():
-        return []
     frozen = options.vision.freeze
     if "nothing" in frozen and len(frozen) > 1:
         return [f"--freeze {' '.join(frozen)}: nothing cannot be combined with other parts"]

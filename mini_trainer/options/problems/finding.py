@@ -104,7 +104,7 @@ def find_wrong_options(options: Any) -> list[str]:
     return [*find_single_problems(options), *(TOGETHER[name](options) if name in TOGETHER else [])]
 
 
-NAMES = {"sklearn": "scikit-learn"}  # of packages whose module has another name
+NAMES = {"sklearn": "scikit-learn", "flash_attn": "flash-attn"}  # of packages whose module has another name
 
 
 def describe_missing(given: str, modules: Sequence[str]) -> list[str]:
@@ -136,6 +136,11 @@ def list_needed(options: Any) -> Iterator[tuple[str, Sequence[str]]]:
         yield f"validation with --objective {objective}", OBJECTIVES[objective].validation_modules
     if options.lora.lora:
         yield "--lora", ("peft",)
+    is_here = options.plan.plan_for is None
+    if options.compute.attention == "flash_attn" and is_here:
+        yield "--attention flash_attn", ("flash_attn",)
+    if options.compute.float8 and is_here:
+        yield "--float8", ("torchao",)
     if options.lora.base_quantization == "nf4":
         yield "--base-quantization nf4", ("bitsandbytes",)
 

@@ -13,10 +13,13 @@ from mini_trainer.options.urls import find_url_faults, hide_credentials, is_url
 
 # Functions that find problems in these groups, once one of their options is given.
 BY_GROUPS = {
-    ("classification", "preference", "teacher"): "mini_trainer.options.problems.choices:find_signal_problems",
+    ("classification", "preference"): "mini_trainer.options.problems.choices:find_preference_problems",
+    ("classification", "teacher"): "mini_trainer.options.problems.choices:find_teacher_problems",
     ("rows",): "mini_trainer.options.problems.choices:find_format_problems",
     ("compute", "sharding"): "mini_trainer.options.problems.choices:find_compute_problems",
-    ("osft", "lora", "vision"): "mini_trainer.options.problems.choices:find_method_problems",
+    ("osft",): "mini_trainer.options.problems.choices:find_osft_problems",
+    ("lora",): "mini_trainer.options.problems.choices:find_lora_problems",
+    ("vision",): "mini_trainer.options.problems.choices:find_vision_problems",
     ("tracking", "callbacks", "hub", "exports"): "mini_trainer.options.problems.choices:find_reporting_problems",
 }
 

@@ -9,7 +9,6 @@ otherwise from FLOPs.
 import functools
 import itertools
 import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mini_trainer.data.stores.disk import SPARE_BYTES, check_output_dir
+from mini_trainer.data.stores.disk import count_free
 from mini_trainer.data.stores.model_files import find_weights
 from mini_trainer.distributed import devices
 from mini_trainer.distributed.agreement import compare_ranks
 from mini_trainer.distributed.ending import ExitCode, RanksDiffer, log
 from mini_trainer.distributed.process import count_local_ranks
-from mini_trainer.distributed.watch import SLOW_LIMIT
 from mini_trainer.distributed.world import (
     World,
     call_on_rank0,
@@ -57,14 +55,17 @@ from mini_trainer.options import (
 )
 from mini_trainer.options.reading import read_json
 from mini_trainer.run.auto_settings import NUM_BATCHES
-from mini_trainer.run.checkpoint_files import STATE, find_checkpoints
+from mini_trainer.run.checkpoint_files import STATE
 from mini_trainer.run.checkpointing import Checkpoint, check_state
-from mini_trainer.run.identity import check_checkpoints, check_unused, identify_run, is_checkpoint_of
+from mini_trainer.run.file_names import find_checkpoints
+from mini_trainer.run.identity import check_checkpoints, identify_run, is_checkpoint_of
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
 from mini_trainer.run.plan import memory
 from mini_trainer.run.plan.memory import Findings, PlannedRun, Target
 from mini_trainer.run.plan.simulation import PlannedModel, Ranks, lay_out_model
+from mini_trainer.run.preflight import DiskUse, check_directory
 from mini_trainer.run.raw_rows import find_local_data
+from mini_trainer.run.record import check_unused
 from mini_trainer.run.references import find_unscored
 from mini_trainer.run.run_directory import read_origin
 from mini_trainer.run.run_model import build_run_model, describe_schedule, weigh_images
@@ -104,7 +105,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
     speed = None
     if is_here:
         try:
-            world = init_world(start_timeout=SLOW_LIMIT)  # rank 0 comes last, when it has made the rest of the plan
+            world = init_world(start_timeout=3600)  # rank 0 comes last, when it has made the rest of the plan
             compare_ranks(world, lambda: describe_start(flatten_options(given), world))
             world = divide_world(world, options.sharding)
             options = replace_options(options, **call_on_rank0(world, lambda: list_changes(settled, options)))
@@ -169,7 +170,7 @@ def find_target(
 def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> PlannedRun:
     """Reads a run's inputs, in the same order, and continues after errors."""
     num_before, asked = len(findings.problems), options.checkpoints
-    findings.problems.attempt(lambda: check_output_dir(Path(options.output_dir)))
+    findings.problems.attempt(lambda: check_directory(options))
     output_dir, resume, origin_path = Path(options.output_dir), asked.resume, asked.continue_from
     checkpoint = findings.problems.attempt(lambda: find_checkpoint(output_dir, resume)) if resume != "none" else None
     start = RunPosition(**checkpoint.state["position"]) if checkpoint else RunPosition()
@@ -282,30 +283,22 @@ def plan_disk(
     if run.model is None:
         return
     output_dir, num_kept = Path(run.inputs.values["output_dir"]), checkpoints.keep_checkpoints
-    checkpoint_bytes, num_checkpoints = run.model.state_bytes, num_kept + 1  # and one that is being written
     num_exported = run.model.num_params + run.model.meta.left_out.num_params
     export_bytes = run.model.method.count_export_bytes(num_exported * devices.DTYPES[exports.export_dtype].itemsize)
     num_exports, num_averages = count_exports(exports, optimization, run.inputs, start=run.start)
     num_exports += num_averages
     if validation.validation_data_path and validation.export_best:
         num_exports += 2  # the best, and a better one that is being written
-    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(existing).free
-    used = sum(file.stat().st_size for file in output_dir.glob("checkpoints/step_*/*"))  # these will be removed
-    needed = num_checkpoints * checkpoint_bytes + num_exports * export_bytes + SPARE_BYTES
+    use = DiskUse(num_kept + 1, run.model.state_bytes, num_exports, export_bytes)  # and one that is being written
     or_more = " or more" if run.inputs.num_steps is None and find_most_exports(exports) is None else ""
     counted = f"{num_exports}{or_more} export{'' if num_exports == 1 else 's'}"
     of_averages = f", {num_averages}{or_more} of them of an average," if num_averages else ""
     findings.lines.append(
-        f"disk: {num_checkpoints} checkpoints of {checkpoint_bytes / 1e9:,.2f} GB ({num_kept} kept, one"
-        f" being written), {counted}{of_averages} of {export_bytes / 1e9:,.2f} GB: {needed / 1e9:,.2f} GB;"
-        f" {free / 1e9:,.2f} GB free at {existing}"
+        f"disk: {num_kept + 1} checkpoints of {use.checkpoint_bytes / 1e9:,.2f} GB ({num_kept} kept, one being"
+        f" written), {counted}{of_averages} of {export_bytes / 1e9:,.2f} GB: {use.total / 1e9:,.2f} GB;"
+        f" {count_free(output_dir) / 1e9:,.2f} GB free"
     )
-    if needed > free + used:
-        findings.add_problem(
-            f"--output-dir {output_dir}: checkpoints and exports need {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB"
-            " are free: free some, lower --keep-checkpoints, or export less often"
-        )
+    findings.problems.attempt(lambda: use.check(output_dir))
 
 
 @dataclass(frozen=True)

@@ -167,14 +167,8 @@ def convert(given: Mapping[str, Any], name: str, *, num_gpus: int) -> Conversion
         if key not in computed:
             attempt(refused, to, lambda to, key=key, value=value: follow_row(to, key, value), key)
     for rule in (
-        set_defaults,
-        convert_lengths,
-        count_batch,
-        convert_end,
-        convert_rates,
-        convert_warmup,
-        convert_ratios,
-        convert_cadences,
+        *(set_defaults, convert_lengths, count_batch, convert_end),
+        *(convert_rates, convert_warmup, convert_ratios, convert_cadences),
     ):
         attempt(refused, to, rule)
     attempt(refused, to, to.trainer.read_data, to.trainer.data_keys[0])
@@ -336,7 +330,7 @@ def convert_warmup(to: Conversion) -> None:
         to.set(keys[-1], num_warmup_steps=share or steps)
     elif to.name == "axolotl" and not keys:  # there min(3 % of the steps, 100), and never a single one
         if max_steps := to.train.get("max_steps"):
-            to.set("default of warmup", num_warmup_steps={1: 2}.get(part := min(int(0.03 * max_steps), 100), part))
+            to.set("default of warmup", num_warmup_steps={1: 2}.get(part := int(0.03 * min(max_steps, 3350)), part))
         else:
             to.set("default of warmup", num_warmup_steps=0.03)
             to.note("warmup", "3 % of the steps, there at most 100 steps")

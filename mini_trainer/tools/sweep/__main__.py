@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 from mini_trainer.distributed.messages import say
 from mini_trainer.options.problems.finding import require
+from mini_trainer.run.preflight import check_runs
 from mini_trainer.run.stages import ending_experiment
 from mini_trainer.tools.sweep import search
 from mini_trainer.tools.sweep.running import Pool, divide_devices, list_devices
@@ -36,6 +37,8 @@ def sweep(options: SweepOptions) -> None:
     if options.print_command:
         return say("\n".join(search.describe_command(settings, number, values) for number, values in enumerate(drawn)))
     list_files(settings, drawn)
+    if not (settings.root / search.RECORD).exists():  # else some trials have written theirs
+        check_runs(settings.root, [(settings.options_of(drawn[0]), len(drawn))], flag="output_dir: ")
     environments = divide_devices(settings, list_devices())
     task = search.choose_task(options.task)
     is_first = not (settings.root / search.TASKS).exists()

@@ -107,8 +107,7 @@ def check_labels(data: Mixture, found: FoundModel, objective: Objective) -> None
 def measure_sets(
     found: FoundModel, data_sets: dict[str, Mixture], folder: Path, *, dtype: str, cap: int, world: World
 ) -> dict[str, np.ndarray]:
-    """The model's losses or predictions on every set, by the set's name; reuses files in `folder`. All ranks call
-    this."""
+    """The model's losses or predictions, by the set's name; reuses files in `folder`. All ranks call this."""
     identity = found.identify() | {"dtype": dtype, "device": world.device.type, "torch": torch.__version__}
     scorer: PackedModel | None = None
     outcome = {}

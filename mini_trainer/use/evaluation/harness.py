@@ -17,10 +17,10 @@ import torch
 from mini_trainer.options.command_line import suggest
 from mini_trainer.options.option_files import Loader, read_yaml
 from mini_trainer.options.problems.finding import require
-from mini_trainer.options.reading import hash_file
+from mini_trainer.options.reading import hash_file, read_object
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.use.evaluation.comparison import gather_scores
-from mini_trainer.use.evaluation.results import Measured, is_made_by, read_samples, write_made
+from mini_trainer.use.evaluation.results import Measured, is_made_by, write_made
 from mini_trainer.use.inference.hf_engine import HFEngine
 from mini_trainer.use.inference.loading import FoundModel
 
@@ -134,7 +134,7 @@ def run_harness(
     if not is_made_by(path, made_by):
         engine = HFEngine(found, found.name, options.engines, options.sampling, device=device)
         write_made(path, json.dumps(call_harness(engine, options.lm_eval)), made_by)
-    return read_samples(path)
+    return read_object(path)
 
 
 def call_harness(engine: HFEngine, tasks: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:

@@ -143,9 +143,7 @@ PACKAGES = {"rouge_1": "rouge_score", "rouge_2": "rouge_score", "rouge_l": "roug
 
 def choose_measures(given: Sequence[str], references: Sequence[Sequence[str]]) -> list[str]:
     """The given measures, or defaults: numeric ones if all references are numbers, else comparisons of words.
-
-    ValueError for a measure that does not exist, or whose package is not installed.
-    """
+    ValueError for a measure that does not exist, or whose package is not installed."""
     for name in given:
         if name not in MEASURES:
             instead = "; for simplified texts, give the answers to a package that has SARI" if name == "sari" else ""
@@ -170,9 +168,7 @@ def score_answer(measure: str, answer: str, references: Sequence[str], *, labels
 @functools.cache
 def choose_form(labels: tuple[str, ...]) -> Callable[[str], str]:
     """The loosest form in which the labels differ: without case and punctuation, without case, or as they are.
-
-    ValueError if they differ in none, or one is empty.
-    """
+    ValueError if they differ in none, or one is empty."""
     labels = tuple({label.strip() for label in labels})
     for form in (simplify, lambda text: join_words(text.lower()), join_words):
         if len({form(label) for label in labels} - {""}) == len(labels):
@@ -212,10 +208,8 @@ def score_corpus(
 
 
 def report_labels(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """scikit-learn's accuracy, macro F1, and precision, recall and F1 of each label.
-
-    Of several right labels the one that is said counts, or else the first.
-    """
+    """scikit-learn's accuracy, macro F1, and precision, recall and F1 of each label. Of several right labels the one
+    that is said counts, or else the first."""
     from sklearn.metrics import accuracy_score, classification_report
 
     right = [[label.strip() for label in several] for several in references]

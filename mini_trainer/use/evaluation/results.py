@@ -149,8 +149,7 @@ def is_made_by(path: Path, made_by: dict[str, Any]) -> bool:
 def read_lines(
     path: Path, kinds: Mapping[str, Any] | None = None, *, advice: str = "remove it to measure again"
 ) -> list[Any]:
-    """The values of a JSONL file, with `kinds` objects with these keys, of these types; ValueError names a file and a
-    line that is damaged."""
+    """A JSONL file's values: with `kinds`, objects of these keys and types; ValueError names a damaged line."""
     try:
         # Bytes, because splitlines splits text also at line separators within answers.
         lines = read_bytes(path).splitlines()
@@ -167,16 +166,6 @@ def read_lines(
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: line {number} is damaged: {error}; {advice}") from None
     return values
-
-
-def read_samples(path: Path, *, advice: str = "remove it to measure again") -> dict[str, list[dict[str, Any]]]:
-    """The samples of each task of the harness; ValueError names a damaged file."""
-    found = read_object(path)
-    for name, samples in found.items():
-        is_whole = isinstance(samples, list) and all(isinstance(sample, dict) for sample in samples)
-        if not is_whole or any(list_wrong(sample, {"index": int, "scores": dict}) for sample in samples):
-            raise ValueError(f"{path}: not as evaluate writes it (see {name}); {advice}")
-    return found
 
 
 def write_made(path: Path, text: str, made_by: dict[str, Any]) -> None:

@@ -255,10 +255,8 @@ class PlannedTensor:
 
 def write_gguf(model_dir: Path, target: Path, dtype: str, *, modelfile: Path | None = None) -> tuple[int, list[str]]:
     """Writes the model in `model_dir` to `target`, under a temporary name until it is complete, and its Modelfile.
-
     `dtype`, a key of `TYPES`, is that of matrices; vectors are in fp32. Returns the number of bytes and notes for the
-    user. ValueError if llama.cpp cannot run the model as transformers does.
-    """
+    user. ValueError if llama.cpp cannot run the model as transformers does."""
     name, (file_type, matrix_type) = str(model_dir), TYPES[dtype]
     find_model(name, revision=None, trust_remote_code=False)
     if (settings := find_quantization(name)) is not None:

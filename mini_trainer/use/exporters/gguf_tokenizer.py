@@ -56,11 +56,8 @@ SAMPLING = {
 def add_tokenizer(
     writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig, *, vocab_size: int
 ) -> list[str]:
-    """Adds the tokenizer and the defaults for generating; returns notes for the user.
-
-    `vocab_size`: rows of the embedding; those beyond the tokenizer's get names. ValueError for a tokenizer that
-    llama.cpp does not have.
-    """
+    """Adds the tokenizer and the defaults for generating; returns notes for the user. `vocab_size`: rows of the
+    embedding; those beyond the tokenizer's get names. ValueError for a tokenizer that llama.cpp does not have."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json, which GGUF is made from")
     stored = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -212,10 +209,8 @@ def make_modelfile(name: str, tokenizer: PreTrainedTokenizerBase, generation: Ge
 
 def check_chats(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Notes on how llama.cpp's chats differ from those of training; none for a template that refuses a single question.
-
     llama.cpp runs the template with a Jinja of its own, and gives it more than transformers does: `enable_thinking`,
-    the date, the system message as part of the first question where the template leaves it out (common/chat.cpp).
-    """
+    the date, the system message as part of the first question where the template leaves it out (common/chat.cpp)."""
     given = {
         "enable_thinking": (True, THINKING),
         "date_string": (time.strftime("%d %b %Y"), DATED),

@@ -76,11 +76,8 @@ def dump(line: Line) -> str:
 
 
 class AnswerFile:
-    """The answers to `prompts`, in the final file or in parts.
-
-    Invariant: after `collect`, part 0 has every complete line of all parts, and all of them were produced by `made_by`
-    from these prompts.
-    """
+    """The answers to `prompts`, in the final file or in parts. Invariant: after `collect`, part 0 has every complete
+    line of all parts, and all of them were produced by `made_by` from these prompts."""
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], made_by: dict[str, Any], *, num_samples: int):
         self.path, self.prompts, self.num_samples = path, prompts, num_samples
@@ -146,10 +143,8 @@ class AnswerFile:
         return lines
 
     def check_server(self, served_by: dict[str, Any] | None) -> None:
-        """ValueError if the server or its settings have changed since the earlier answers.
-
-        Only a note if its fingerprint alone differs, which services change with every release.
-        """
+        """ValueError if the server or its settings have changed since the earlier answers. Only a note if its
+        fingerprint alone differs, which services change with every release."""
         before, now = flatten(self.served_by), flatten(served_by or {})
         changed = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
         self.served_by = (served_by or {}) | self.served_by

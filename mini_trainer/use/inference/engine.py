@@ -17,11 +17,9 @@ from mini_trainer.use.inference.loading import FoundModel
 
 
 class OwnNoise(transformers.LogitsProcessor):
-    """Adds Gumbel noise to the logits, whose argmax is then a sample from their softmax (Gumbel-max trick).
-
-    Each row of the batch has its own generator, seeded by the answer's key, so that sampling depends neither on the
-    rest of the batch nor on the number of processes or restarts.
-    """
+    """Adds Gumbel noise to the logits, whose argmax is then a sample from their softmax (Gumbel-max trick). Each row of
+    the batch has its own generator, seeded by the answer's key, so that sampling depends neither on the rest of the
+    batch nor on the number of processes or restarts."""
 
     def __init__(self, keys: Sequence[tuple[int, int]], seed: int, device: torch.device):
         self.generators = [torch.Generator(device).manual_seed(make_seed(seed, *key)) for key in keys]

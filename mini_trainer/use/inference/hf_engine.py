@@ -110,8 +110,7 @@ class HFEngine:
     def answer(
         self, requests: Sequence[Request], *, done: Collection[Key] = (), rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Request, Answer]]:
-        """See `Engine`. A batch of which some answers are done is computed again as a whole, since rounding depends on
-        the batch."""
+        """See `Engine`. A partly done batch is computed again as a whole, since rounding depends on the batch."""
         encoded, refused = [], []
         for request in requests:
             ids = encode_prompt(request.prompt, self.tokenizer)

@@ -21,6 +21,7 @@ from mini_trainer.model.methods import adapter_files
 from mini_trainer.model.stored_tensors import check_finite
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.options.reading import hash_file, read_object
+from mini_trainer.options.tools import GenerateOptions, ServeOptions
 from mini_trainer.run.file_names import BEST, EXPORTS_DIR, LATEST, PARAMS_FILE
 
 
@@ -103,6 +104,19 @@ def find_answering_model(
     tokenizer = load_tokenizer(str(tokenizer_dir), trust_remote_code=trust_remote_code, flag=flag)
     adapter_files.read_generation_config(adapter_dir)  # refused here if it cannot be used
     return FoundModel(name, base_name, directory, adapter_dir, config, tokenizer, trust_remote_code)
+
+
+def find_given_model(options: GenerateOptions | ServeOptions) -> FoundModel:
+    """Finds the model of a program's options, and verifies it unless they say otherwise."""
+    found = find_answering_model(
+        options.model,
+        adapter=options.adapter,
+        revision=options.model_revision,
+        trust_remote_code=options.trust_remote_code,
+    )
+    if not options.skip_verification:
+        found.verify()
+    return found
 
 
 def find_in_run(name: str, *, flag: str) -> str:

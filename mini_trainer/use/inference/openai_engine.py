@@ -54,10 +54,8 @@ def read_reasoning(part: Any) -> str:
 
 
 def read_message(message: Any) -> Message:
-    """A response's message as a row has it: reasoning and calls beside the content, arguments as objects.
-
-    One of `MALFORMED` if it does not follow the protocol.
-    """
+    """A response's message as a row has it: reasoning and calls beside the content, arguments as objects. One of
+    `MALFORMED` if it does not follow the protocol."""
     calls, reasoning = [read_call(call) for call in message.tool_calls or []], read_reasoning(message)
     content = check_text(message.content) or check_text(getattr(message, "refusal", None))
     found: Message = {"role": ASSISTANT, "content": content or (None if calls else "")}
@@ -251,9 +249,7 @@ class OpenAIEngine:
 
     def measure_room(self, request: Request, refused: PromptTooLong) -> int:
         """Tokens that the context leaves for an answer. The server counts the prompt as it answers with one token.
-
-        PromptTooLong if the prompt itself is too long, or if nothing says how long the context is.
-        """
+        PromptTooLong if the prompt itself is too long, or if nothing says how long the context is."""
         num_tokens = self.ask_within(request, 1).num_prompt_tokens
         context = self.context or read_context(refused.reason)
         if context is None or num_tokens is None:

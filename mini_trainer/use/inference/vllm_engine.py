@@ -186,10 +186,7 @@ def watch_children() -> subprocess.Popen | None:
 
 
 def choose_rank(found: FoundModel) -> int:
-    """The smallest rank of vLLM's that holds the adapter's, which vLLM needs in advance.
-
-    ValueError for settings that vLLM does not support.
-    """
+    """vLLM's smallest rank that holds the adapter's, needed in advance. ValueError for settings it does not support."""
     from peft import PeftConfig
     from vllm.config.lora import MaxLoRARanks
 

@@ -14,11 +14,9 @@ FOLDER = Path(__file__).parent
 
 
 def make_page(path: Path, parts: dict[str, str], *, title: str, library: str = "", policy: str = "") -> str:
-    """The page at `path` (.html) with the style and script next to it, and $NAMES$ replaced by `parts`.
-
-    Style and script come after the common ones of all pages. `parts` are HTML, `title` is text. The page's policy
-    allows only its scripts, including `library`, by their hashes, and the additions in `policy`.
-    """
+    """The page at `path` (.html) with the style and script next to it, and $NAMES$ replaced by `parts`. Style and
+    script come after the common ones of all pages. `parts` are HTML, `title` is text. The page's policy allows only its
+    scripts, including `library`, by their hashes, and the additions in `policy`."""
     style, script = (read_text(FOLDER / f"page{end}") + read_text(path.with_suffix(end)) for end in (".css", ".js"))
     digests = [hashlib.sha256(text.encode()).digest() for text in (library, script) if text]
     hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

@@ -230,10 +230,8 @@ UNCHANGED = Response("", "application/json", HTTPStatus.NO_CONTENT)
 
 
 class BoardServer(ThreadingHTTPServer):
-    """Serves the table of all runs, and the curves of some of them, to browsers on this machine.
-
-    A request names runs by ids that the table has given out, never by paths.
-    """
+    """Serves the table of all runs, and the curves of some of them, to browsers on this machine. A request names runs
+    by ids that the table has given out, never by paths."""
 
     daemon_threads = True
     request_queue_size = 64

@@ -150,7 +150,7 @@ def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) 
     starts = choose_starts(num_steps, max_points)
     sizes = np.diff(starts, append=num_steps)
     ends = starts + sizes - 1  # each point's last step
-    resumes = [start for start in run.starts[1:] if start.resumed_from]
+    resumes = [start for start in run.starts[1:] if start["resumed_from"]]
     return {
         "name": run.name,
         "path": str(run.path),
@@ -173,8 +173,8 @@ def describe_run(run: Run, index: int, charts: list[Chart], *, max_points: int) 
             "best": find_best(run.validations),
         },
         "resumes": {
-            "x": place_on_axes(run, (start.first_step for start in resumes)),
-            "texts": [f"resumed after step {start.first_step:,}" for start in resumes],
+            "x": place_on_axes(run, (start["first_step"] for start in resumes)),
+            "texts": [f"resumed after step {start['first_step']:,}" for start in resumes],
         },
     }
 
@@ -335,10 +335,8 @@ def shorten_number(value: float) -> str:
 
 
 def compare_options(runs: list[Run]) -> tuple[Table, Table]:
-    """Options and facts that differ between runs, and options that all runs share but that are not defaults.
-
-    A run whose options cannot be read has no value, which does not count as different.
-    """
+    """Options and facts that differ between runs, and options that all runs share but that are not defaults. A run
+    whose options cannot be read has no value, which does not count as different."""
     told = [{name: to_text(value) for name, value in list_values(run).items()} for run in runs]
     names = dict.fromkeys(name for values in told for name in values)
     defaults = {
@@ -360,15 +358,20 @@ def list_values(run: Run) -> dict[str, Any]:
     """A run's options, and other facts of its last start: machine, commit, versions, shortened digests."""
     if not run.options:
         return {}
-    identity = run.params.get("identity")
     digests = {
         f"digest of {name}": value[:12]
-        for name, value in (identity if isinstance(identity, dict) else {}).items()
+        for name, value in run.params["identity"].items()
         if isinstance(value, str) and len(value) == 64 and name.replace("-", "_") not in run.options
     }
     options = {name: value for name, value in run.options.items() if name not in OWN_OPTIONS}
-    facts = {name: value for name, value in (run.starts[-1].facts if run.starts else {}).items() if value is not None}
-    return options | facts | digests
+    last = run.starts[-1]
+    commit = {} if last["git_commit"] is None else {"git commit": last["git_commit"][:12]}
+    versions = {f"version of {name}": number for name, number in last["versions"].items()}
+    return options | {"machine": name_machine(last)} | commit | versions | digests
+
+
+def name_machine(start: dict[str, Any]) -> str:
+    return f"{start['world_size']} × {start['device']}"
 
 
 def show_name(name: str) -> str:
@@ -388,11 +391,11 @@ def to_text(value: Any) -> str:
 def list_starts(runs: list[Run]) -> Table:
     """All starts of resumed runs; a row begins with the index of its run."""
     rows = [
-        [str(index), start.when.replace("T", " ")[:19], f"{start.first_step:,}", start.resumed_from or NO_VALUE,
-         start.machine, ", ".join(start.changed_options) or NO_VALUE]
+        [str(index), start["started"].replace("T", " ")[:19], f"{start['first_step']:,}",
+         start["resumed_from"] or NO_VALUE, name_machine(start), ", ".join(start["changed_options"]) or NO_VALUE]
         for index, run in enumerate(runs)
         for start in run.starts
-        if len(run.starts) > 1 or start.resumed_from
+        if len(run.starts) > 1 or start["resumed_from"]
     ]  # fmt: skip
     return Table(["run", "started", "after step", "resumed from", "on", "changed options"], rows)
 

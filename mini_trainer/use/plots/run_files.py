@@ -3,7 +3,6 @@
 A run can be read while it writes: only new lines are read, and an incomplete line is left for the next read.
 """
 
-import json
 import math
 import os
 import shlex
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from mini_trainer.data.stores.json_lines import parse_sample
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
 from mini_trainer.distributed.lock import LOCK_FILE, SECONDS_TO_WATCH
-from mini_trainer.options.reading import open_regular, read_json
+from mini_trainer.options.reading import open_regular, parse_object, read_json
 from mini_trainer.run.file_names import METRICS_FILE, PARAMS_FILE, SAMPLES_FILE, VALIDATION_FILE
 
 MetricsLine = dict[str, Any]
@@ -62,10 +61,8 @@ class MetricsReader:
         self.filled: list[tuple[str, ...]] = []  # by line: the columns with a number in it
 
     def read(self, most_bytes: int | None = None) -> None:
-        """Reads new lines, or the whole file again if a resumed run has truncated it. OSError if that fails.
-
-        After `most_bytes` it stops, and `is_behind`.
-        """
+        """Reads new lines, or the whole file again if a resumed run has truncated it. OSError if that fails. After
+        `most_bytes` it stops, and `is_behind`."""
         if not self.path.exists():
             self._forget()
             return
@@ -129,11 +126,7 @@ class MetricsReader:
 
 def parse_row(line: bytes) -> MetricsLine | None:
     """A line's values by name, including the losses of its sources and sets; None if it is not a line of metrics."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or not math.isfinite(to_float(row.get("step"))):
+    if (row := parse_object(line)) is None or not math.isfinite(to_float(row.get("step"))):
         return None
     for key, prefix in (("sources", SOURCE), ("sets", SET)):
         parts = row.get(key)
@@ -145,12 +138,9 @@ def parse_row(line: bytes) -> MetricsLine | None:
 
 
 def find_best(validations: MetricsReader) -> int | None:
-    """Index of the best validation: the last that its run called so, by `--best-metric`; else that of lowest loss."""
+    """Index of the best validation: the last that its run called so, by `--best-metric`."""
     called_best = np.flatnonzero(validations["is_best"] == 1)
-    if len(called_best):
-        return int(called_best[-1])
-    losses = validations["loss"]
-    return int(np.nanargmin(losses)) if np.isfinite(losses).any() else None
+    return int(called_best[-1]) if len(called_best) else None
 
 
 def to_float(value: Any) -> float:
@@ -206,18 +196,6 @@ class State:
     message: str = ""  # what ended it
 
 
-@dataclass(frozen=True)
-class RunStart:
-    """One start or resume of a run."""
-
-    when: str
-    first_step: int  # number of steps completed before
-    resumed_from: str | None
-    changed_options: list[str]
-    machine: str
-    facts: dict[str, Any]  # machine, commit and versions
-
-
 class Run:
     """A run's directory: its metrics so far, its options and its starts."""
 
@@ -250,15 +228,12 @@ class Run:
 
     @property
     def options(self) -> MetricsLine:
-        options = self.params.get("options")
-        return options if isinstance(options, dict) else {}
+        return self.params.get("options", {})
 
     @property
-    def starts(self) -> list[RunStart]:
-        """All starts in order, including the first."""
-        starts = self.params.get("starts")
-        starts = starts if isinstance(starts, list) else []
-        return [describe_start(start) for start in starts if isinstance(start, dict)]
+    def starts(self) -> list[MetricsLine]:
+        """All starts in order, including the first, as `run.identity.record_start` writes them."""
+        return self.params.get("starts", [])
 
     @property
     def hours(self) -> Column:
@@ -327,25 +302,6 @@ def check_is_run(path: Path) -> None:
 
 def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (METRICS_FILE, PARAMS_FILE))
-
-
-def describe_start(start: MetricsLine) -> RunStart:
-    versions = start.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
-    world_size, device, changes = (start.get(key) for key in ("world_size", "device", "changed_options"))
-    first_step = to_float(start.get("first_step"))
-    return RunStart(
-        when=str(start.get("started") or ""),
-        first_step=int(first_step) if math.isfinite(first_step) else 0,
-        resumed_from=str(start["resumed_from"]) if start.get("resumed_from") else None,
-        changed_options=list(map(str, changes)) if isinstance(changes, list) else [],
-        machine=f"{world_size} × {device}" if device else "",
-        facts={
-            "machine": f"{world_size} × {device}" if device else None,
-            "git commit": str(start.get("git_commit") or "")[:12] or None,
-            **{f"version of {name}": number for name, number in versions.items()},
-        },
-    )
 
 
 def name_runs(paths: list[Path]) -> list[str]:

@@ -1,0 +1,173 @@
+"""torchrun, as `mini-trainer` starts it: it says what it waits for, and what it raises is one line."""
+
+import base64
+import logging
+import os
+import pickle
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.messages import say_note
+from mini_trainer.options.reading import read_text
+
+SECONDS_UNTIL_TOLD, SECONDS_PER_NOTICE, SECONDS_PER_LOOK = 2.0, 30.0, 1.0
+CPP_LEVEL = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported
+NO_AGENT_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: rank 0 then hosts the store
+# torchrun's reports of signals, of ranks that have failed, and of other machines that have ended, below what the ranks
+# print; the imports set these loggers' levels.
+LOGGERS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous")
+
+
+def launch(given: Mapping[str, str], words: Sequence[str]) -> tuple[int, str]:
+    """Runs the words in several processes, with torchrun's options by name; returns an exit code, the first failed
+    rank's if there is one, and a message, empty if the ranks have said everything."""
+    meeting, options = Meeting(given), dict(given)
+    import_quiet_torch()
+    if meeting.num_machines == 1:
+        options.setdefault("local-addr", "127.0.0.1")  # the machine's own name need not resolve
+    else:
+        threading.Thread(target=meeting.tell, name="meeting", daemon=True).start()
+        if ":" in read_option(given, "nnodes", ""):
+            os.environ[NO_AGENT_STORE] = "1"  # with it a machine could not join later
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import main as torchrun
+
+    for name in LOGGERS:
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    try:
+        torchrun([*(f"--{name}={value}" for name, value in options.items()), "--no-python", *words])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode, ""
+        return 128 - failure.exitcode, f"rank {rank} was ended by {failure.signal_name()}"
+    except SignalException as error:
+        return 128 + int(error.sigval), ""
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED, ""
+    except (RendezvousError, DistError) as error:
+        return ExitCode.PEER_DIED, meeting.describe_failure(error)
+    except (ValueError, AssertionError) as error:  # of an option's value
+        return ExitCode.BAD_INPUT, f"torchrun: {error}"
+    except OSError as error:
+        return ExitCode.IO, f"torchrun: {error}"
+    except Exception as error:
+        traceback.print_exc()
+        return ExitCode.FAILED, f"torchrun: {type(error).__name__}: {error}"
+    return ExitCode.DONE, ""
+
+
+def count_machines(options: Mapping[str, str]) -> int:
+    """The least number of machines of --nnodes, by option or environment; 1 for a value that torchrun refuses."""
+    least = read_option(options, "nnodes", "1").partition(":")[0]
+    return int(least) if least.isdecimal() else 1
+
+
+def read_option(options: Mapping[str, str], name: str, default: str) -> str:
+    """The value of an option of torchrun, which also reads the environment."""
+    return options.get(name) or os.environ.get(f"PET_{name.upper().replace('-', '_')}") or default
+
+
+class Meeting:
+    """The rendezvous of the torchruns of several machines, of which the ranks know nothing."""
+
+    def __init__(self, options: Mapping[str, str]):
+        self.num_machines, self.started = count_machines(options), time.monotonic()
+        self.is_reached, self.machines = False, []
+        self.has_address = bool(read_option(options, "local-addr", ""))
+        main = [read_option(options, f"master-{part}", default) for part, default in
+                (("addr", "127.0.0.1"), ("port", "29500"))]  # fmt: skip
+        host, _, port = read_option(options, "rdzv-endpoint", ":".join(main)).rpartition(":")
+        self.host, self.port = (host, int(port)) if host and port.isdecimal() else (host or port, 29400)
+        self.key = f"torch.rendezvous.{read_option(options, 'rdzv-id', 'none')}"  # of torch's c10d rendezvous
+
+    @property
+    def place(self) -> str:
+        return f"the rendezvous at {self.host}, port {self.port}"
+
+    def tell(self) -> None:
+        """Says that the rendezvous does not answer, or which machines it waits for, until the ranks start: torch's own
+        warnings of these come with stacks, and are hidden."""
+        own = socket.getfqdn()
+        if not self.has_address and (problem := describe_problem(lambda: socket.getaddrinfo(own, None))):
+            say_note(f"this machine's own name, {own}, leads nowhere ({problem}): pass --local-addr")
+        due = self.started + SECONDS_UNTIL_TOLD
+        while not has_children():
+            if problem := "" if self.is_reached else self.find_problem():
+                pass
+            elif not self.is_reached:
+                self.is_reached, due = True, self.started + SECONDS_PER_NOTICE
+            else:
+                self.machines = self.list_machines() or self.machines
+            if time.monotonic() >= due:
+                say_note(f"waiting for {self.place}: {problem or self.describe_machines()}")
+                due = time.monotonic() + SECONDS_PER_NOTICE
+            time.sleep(SECONDS_PER_LOOK)
+
+    def find_problem(self) -> str:
+        """Why nothing can be reached there; empty if something can."""
+        return describe_problem(lambda: socket.create_connection((self.host, self.port), SECONDS_UNTIL_TOLD).close())
+
+    def describe_machines(self) -> str:
+        """The machines that have come, if the rendezvous is of a kind that knows them."""
+        came = f"{len(self.machines) or 'not all'} of {self.num_machines} machines came"
+        return f"{came} ({', '.join(self.machines)})" if self.machines else came
+
+    def list_machines(self) -> list[str]:
+        from torch.distributed import TCPStore
+
+        try:
+            limit = timedelta(seconds=SECONDS_UNTIL_TOLD)
+            store = TCPStore(self.host, self.port, is_master=False, timeout=limit, wait_for_workers=False)
+            state = pickle.loads(base64.b64decode(store.get(self.key)))  # as torchrun itself reads it
+            return sorted(node.addr for node in {*state.participants, *state.wait_list})
+        except Exception:  # no such rendezvous; a version of torch that keeps it otherwise
+            return []
+
+    def describe_failure(self, error: BaseException) -> str:
+        """The message for what torch raises."""
+        root = error.__cause__ or error
+        reason = (str(root).strip().splitlines() or [""])[0]
+        what = f": {self.describe_machines()}"
+        if not self.is_reached and (problem := self.find_problem()):
+            what = f" cannot be reached: {problem}"
+        seconds = time.monotonic() - self.started
+        return f"{self.place}{what}, in {seconds:.0f} s{f' ({reason})' if reason else ''}"
+
+
+def describe_problem(connect: Callable[[], object]) -> str:
+    """What the call raises for an address, in short; empty if nothing."""
+    try:
+        connect()
+    except (OSError, ValueError, OverflowError) as error:  # names and ports that there cannot be
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
+def has_children() -> bool:
+    """Whether this process has started others; True where the system does not say."""
+    tasks = Path("/proc/self/task")
+    with suppress(OSError):  # a thread is gone
+        return not tasks.is_dir() or any(read_text(path).strip() for path in tasks.glob("*/children"))
+    return False
+
+
+def import_quiet_torch() -> None:
+    """Imports torch without this process's warnings of connections: at the end of a run they would come, with stacks,
+    below what the ranks have said. The ranks keep theirs."""
+    if CPP_LEVEL in os.environ:
+        return
+    os.environ[CPP_LEVEL] = "FATAL"
+    import torch  # noqa: F401
+
+    del os.environ[CPP_LEVEL]
