@@ -66,12 +66,6 @@ PROGRAMS = {
 }
 PARALLEL = ("train", "generate", "evaluate", "score-data", "export")  # words that can be given several processes
 CHAT = "chat"  # generate.py, with the model as its first word
-# Words of earlier versions, and what to use instead.
-GONE = {
-    "merge-models": "merge models with mergekit: pip install mergekit",
-    "recipe": "mini-trainer train --config takes recipes by name, such as qwen3-8b/lora-1x80gb (docs/tasks/recipes.md)",
-    "completion": "shells complete no words of mini-trainer: remove its line from the shell's start-up file",
-}
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process
 COMMAND = "MINI_TRAINER_COMMAND"  # in the environment, for messages: see distributed/command.py
@@ -105,8 +99,6 @@ def main() -> None:
 
         tell(describe_version())
         return
-    if word in GONE:
-        refuse(f"{word!r} is not one of mini-trainer's commands: {GONE[word]}")
     if word not in PROGRAMS:
         close = difflib.get_close_matches(word, PROGRAMS, n=1)
         meant = f"; did you mean {close[0]}?" if close else ""
@@ -236,9 +228,7 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
 
 def end_with(parent: int) -> None:
     """Has this process, and what it becomes, asked to end (SIGTERM) when process `parent`, which started it, is gone.
-
-    Only Linux can do that.
-    """
+    Only Linux can do that."""
     if sys.platform != "linux":
         return
     import ctypes

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from forked import succeed
@@ -22,7 +21,7 @@ from tiny_vision import make_rows, save_vision_model, tokenize
 
 from mini_trainer.api.launch import list_exports
 from mini_trainer.data.stores.disk import link_beside
-from mini_trainer.options import TrainOptions, flatten_options, group_options
+from mini_trainer.options import group_options
 from mini_trainer.options.tools import ExportRunOptions
 from mini_trainer.run.checkpointing import read_checkpoint
 from mini_trainer.tools.export_run import export_run, restore_options
@@ -162,13 +161,6 @@ def test_where_the_model_of_a_finished_run_is_stays_unsaid(inputs, world, tmp_pa
     shutil.rmtree(run / "checkpoints")
     (model,) = (run / "hf_format").glob("samples_*")
     assert export(world, run) == f"{model}: is the run's newest model; it has no checkpoint of a later step"
-
-
-def test_a_rank_stabilized_scale_that_an_older_version_recorded_is_kept():
-    values = dict(model_name_or_path="m", output_dir="o", lora=True, lora_rank=4)
-    recorded = flatten_options(group_options(TrainOptions, **values)) | {"lora_use_rslora": True, "warmup_ratio": 0.1}
-    trained = restore_options(SimpleNamespace(state={"options": recorded}), Path("o"), trust_remote_code=False)
-    assert trained.lora.lora_alpha == 8 * 2  # twice the rank by default, times its square root
 
 
 def train(inputs, world, output_dir: Path, **changes: object) -> Path:

@@ -57,7 +57,7 @@ def test_what_an_older_version_did_not_note_down_counts_as_the_default():
 
 
 def test_an_option_that_is_gone_counts_unless_its_value_was_like_none():
-    before = IDENTITY | {"lora-use-rslora": False, "muon-scale": "match-rms-adamw", "warmup-ratio": None}
+    before = IDENTITY | {"warmup-ratio": None}
     assert check(before, IDENTITY) == []
     with pytest.raises(ValueError, match=r"warmup-ratio \(0.1 before"):
         check(before | {"warmup-ratio": 0.1}, IDENTITY)

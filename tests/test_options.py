@@ -299,6 +299,7 @@ FLAGS_OF_OTHERS = {
     *("recursive", "repo-type"),  # gcloud storage rsync, hf upload
     *("revision", "logdir"),  # hf upload, tensorboard
     "sweep",  # axolotl
+    *("native", "pid"),  # py-spy
     *("enable-lora", "generation-config", "lora-modules", "max-logprobs", "max-lora-rank", "tokenizer"),  # vllm serve
     *("max-model-len", "runner"),  # vllm serve
     "model-path",  # sglang

@@ -152,8 +152,6 @@ def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
     [
         ([], "command: train, process-data"),
         (["trian"], " train? (mini-trainer --help"),
-        (["completion", "bash"], "remove its line from the shell's start-up file"),
-        (["merge-models", "--help"], "merge models with mergekit"),
         (["train", "--nproc-per-node", "0"], "--nproc-per-node 0: "),
         (["train", "--nnodes", "--rdzv-id=1"], "--nnodes needs"),
         (["train", "--nnodes", "2", "--nnodes=2"], "once: --nnodes"),
@@ -266,7 +264,7 @@ def test_a_signal_is_handed_on_and_the_runs_own_exit_code_comes_back(number, cod
 def test_what_the_ranks_refuse_is_told_once_with_their_exit_code(site, elsewhere, run_flags):
     argv = ["train", "--nproc-per-node=2", *run_flags, "--max-steps", 9, "--output-dir", elsewhere / "refused"]
     (elsewhere / "refused").mkdir()
-    (elsewhere / "refused" / "notes.txt").write_text("not a run's")
+    (elsewhere / "refused" / "other.txt").write_text("not a run's")
     done = finish(start(site, elsewhere, *argv))
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr

@@ -204,16 +204,6 @@ def test_a_state_or_a_manifest_that_was_forged_is_refused(position, start, finis
         start(output_dir, max_steps=6)
 
 
-def test_a_checkpoint_from_before_batches_by_tokens_is_resumed(start, finished, tmp_path):
-    output_dir = copy_until(finished, 3, tmp_path / "run")
-    directory = output_dir / "checkpoints" / "step_3"
-    state = json.loads((directory / "state.json").read_text())
-    assert state["position"].pop("num_in_step") == 8 and state["identity"].pop("batch-tokens") is None
-    write_manifest(directory, forge(directory, position=state["position"], identity=state["identity"]))
-    start(output_dir, max_steps=6)
-    check_same(finished, output_dir, step=6)
-
-
 def test_a_run_with_an_option_that_is_gone_is_resumed(start, finished, tmp_path):
     """--export-name, whose exports had that name."""
     output_dir = copy_until(finished, 3, tmp_path / "run")

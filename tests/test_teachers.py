@@ -28,7 +28,6 @@ from mini_trainer.objectives.teachers import Terms, measure_taught_chunk
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
 from mini_trainer.run.plan.planner import choose_step_options
-from mini_trainer.run.record import find_changes
 from mini_trainer.run.run_model import build_run_model
 from mini_trainer.run.start import open_inputs
 from mini_trainer.run.step import run_backward
@@ -412,13 +411,6 @@ def test_one_weight_for_all_data_sets_is_that_weight_for_each(models, world, tmp
         own = dict(teacher_model=str(models[1]), data_path=paths, teacher_weight=weight)
         train_on(1, world, **make_options(tmp_path / root, models, **own))
     np.testing.assert_array_equal(read_numbers(tmp_path / "one"), read_numbers(tmp_path / "each"))
-
-
-def test_a_checkpoint_of_an_older_version_had_one_weight_or_none():
-    """Before weights of data sets, an identity held a number or null."""
-    assert find_changes({"teacher-weight": 0.5}, {"teacher-weight": [0.5]}) == {}
-    assert find_changes({"teacher-weight": None}, {"teacher-weight": []}) == {}
-    assert "teacher-weight" in find_changes({"teacher-weight": 0.5}, {"teacher-weight": [0.5, 0.0]})
 
 
 NUMBERS = ("loss", "grad_norm", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")

@@ -75,10 +75,8 @@ def find_kinds(hashes: Sequence[bytes]) -> dict[int, list[int]]:
 
 
 def describe_differences(accounts: Sequence[Account], kinds: Mapping[int, Sequence[int]]) -> str:
-    """Returns a message with one line per differing item: its values and the ranks that have them.
-
-    `accounts` come from the first rank of each kind, or of some kinds; `kinds` maps that rank to all of its kind.
-    """
+    """Returns a message with one line per differing item: its values and the ranks that have them. `accounts` come from
+    the first rank of each kind, or of some kinds; `kinds` maps that rank to all of its kind."""
     lines = []
     for group in sorted(accounts[0].groups):
         names = dict.fromkeys(name for account in accounts for name in account.groups[group])

@@ -112,11 +112,9 @@ def find_this_package() -> dict[str, str]:
 
 
 def hand_on_warning() -> None:
-    """From now on a SIGUSR1 to this process, the warning of schedulers, goes to its children until it ends.
-
-    They begin with the signal blocked: one that comes before they are ready for it takes effect once they are. It is
-    repeated for children that are yet to be started; this program's runs take it once.
-    """
+    """From now on a SIGUSR1 to this process, the warning of schedulers, goes to its children until it ends. They begin
+    with the signal blocked: one that comes before they are ready for it takes effect once they are. It is repeated for
+    children that are yet to be started; this program's runs take it once."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # inherited by threads and children
     threading.Thread(target=repeat_warning, daemon=True).start()
 

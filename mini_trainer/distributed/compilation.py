@@ -13,11 +13,9 @@ from mini_trainer.options.places import COMPILED
 
 
 class Compiled:
-    """A function compiled when it is first called, for any sizes from 2; `function` is the original.
-
-    The first call in each mode compiles: with or without gradients, and in each state that `mode` returns. A later call
-    in the same mode that compiles again is reported once, with torch's reason. `name` is for messages.
-    """
+    """A function compiled when it is first called, for any sizes from 2; `function` is the original. The first call in
+    each mode compiles: with or without gradients, and in each state that `mode` returns. A later call in the same mode
+    that compiles again is reported once, with torch's reason. `name` is for messages."""
 
     warned: set[str] = set()  # noqa: RUF012  names reported in this process
 

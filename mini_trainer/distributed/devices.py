@@ -75,10 +75,8 @@ OFFLOADED = "offloaded"  # kind of tensors in CPU memory while all others are on
 
 
 def memory_limit(memory_budget_gb: float | None, device: torch.device, *, is_here: bool = True) -> int:
-    """Bytes that one rank may use on `device`: the budget, or the device's memory, less `MARGIN`.
-
-    `is_here`: the device belongs to this machine, so its free memory is a limit as well.
-    """
+    """Bytes that one rank may use on `device`: the budget, or the device's memory, less `MARGIN`. `is_here`: the device
+    belongs to this machine, so its free memory is a limit as well."""
     if memory_budget_gb is not None:
         size = memory_budget_gb * GIB
     elif device.type == "cuda":

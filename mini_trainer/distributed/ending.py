@@ -107,10 +107,8 @@ class Cause:
 
 
 def choose_cause(causes: list[Cause]) -> Cause:
-    """Picks the root cause among those reported together: a rank's death outranks the errors that follow from it.
-
-    Among ranks that report the same message, the lowest is named.
-    """
+    """Picks the root cause among those reported together: a rank's death outranks the errors that follow from it. Among
+    ranks that report the same message, the lowest is named."""
     first = min(causes, key=lambda cause: not cause.died)  # min returns the earliest of equals.
     if others := sorted(cause.rank for cause in causes if cause.died and cause.message != first.message):
         return replace(first, message=f"{first.message}; and so did {describe_ranks(others)}")
@@ -148,11 +146,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def exit_with_message(message: str, *, code: int = ExitCode.BAD_INPUT) -> NoReturn:
-    """Prints one message to stderr and ends this process with `code`.
-
-    Under torchrun, all ranks usually hit the same error at once. Local rank 0 prints it; the others wait for torchrun
-    to terminate them, and print only if that does not happen, because then the error was theirs alone.
-    """
+    """Prints one message to stderr and ends this process with `code`. Under torchrun, all ranks usually hit the same
+    error at once. Local rank 0 prints it; the others wait for torchrun to terminate them, and print only if that does
+    not happen, because then the error was theirs alone."""
     rank, local_rank = os.environ.get("RANK"), os.environ.get("LOCAL_RANK", "0")
     if local_rank != "0":
         time.sleep(SECONDS_TO_BE_ENDED)
@@ -225,11 +221,9 @@ def wait_forever() -> NoReturn:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exits this process immediately.
-
-    Not sys.exit: a rank must not wait for the others in an exit handler, and the interpreter's teardown races with
-    native threads (gloo, Arrow), which occasionally aborts a run that has finished.
-    """
+    """Exits this process immediately. Not sys.exit: a rank must not wait for the others in an exit handler, and the
+    interpreter's teardown races with native threads (gloo, Arrow), which occasionally aborts a run that has
+    finished."""
 
     def flush() -> None:
         with contextlib.suppress(OSError, ValueError):

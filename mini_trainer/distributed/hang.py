@@ -34,10 +34,8 @@ Stand = dict[str, Any]  # where a rank stands, as `look` finds it
 
 @dataclass
 class Peer:
-    """A rank's state, from its heartbeats. Rank 0 knows all ranks, the others know rank 0 and themselves.
-
-    Times are in `Watch.clock`'s seconds.
-    """
+    """A rank's state, from its heartbeats. Rank 0 knows all ranks, the others know rank 0 and themselves. Times are in
+    `Watch.clock`'s seconds."""
 
     host: str
     pid: int

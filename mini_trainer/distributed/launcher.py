@@ -1,9 +1,7 @@
 """torchrun, as `mini-trainer` starts it: it says what it waits for, and what it raises is one line."""
 
-import base64
 import logging
 import os
-import pickle
 import socket
 import threading
 import time
@@ -12,14 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.distributed.messages import say_note
+from mini_trainer.distributed.process import NO_AGENT_STORE, SECONDS_PER_NOTICE, SECONDS_UNTIL_TOLD
 from mini_trainer.options.reading import read_text
 
-SECONDS_UNTIL_TOLD, SECONDS_PER_NOTICE, SECONDS_PER_LOOK = 2.0, 30.0, 1.0
+SECONDS_PER_LOOK = 1.0
 CPP_LEVEL = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported
-NO_AGENT_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: rank 0 then hosts the store
 # torchrun's reports of signals, of ranks that have failed, and of other machines that have ended, below what the ranks
 # print; the imports set these loggers' levels.
 LOGGERS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous")
@@ -79,17 +78,18 @@ def read_option(options: Mapping[str, str], name: str, default: str) -> str:
 
 
 class Meeting:
-    """The rendezvous of the torchruns of several machines, of which the ranks know nothing."""
+    """The rendezvous of the torchruns of several machines, before there are ranks."""
 
     def __init__(self, options: Mapping[str, str]):
         self.num_machines, self.started = count_machines(options), time.monotonic()
-        self.is_reached, self.machines = False, []
+        self.is_reached, self.machines = False, list[str]()
+        self.store: Any = None  # torch's, at the rendezvous
         self.has_address = bool(read_option(options, "local-addr", ""))
         main = [read_option(options, f"master-{part}", default) for part, default in
                 (("addr", "127.0.0.1"), ("port", "29500"))]  # fmt: skip
         host, _, port = read_option(options, "rdzv-endpoint", ":".join(main)).rpartition(":")
         self.host, self.port = (host, int(port)) if host and port.isdecimal() else (host or port, 29400)
-        self.key = f"torch.rendezvous.{read_option(options, 'rdzv-id', 'none')}"  # of torch's c10d rendezvous
+        self.key = f"mini_trainer machines of {read_option(options, 'rdzv-id', 'none')}"
 
     @property
     def place(self) -> str:
@@ -119,20 +119,21 @@ class Meeting:
         return describe_problem(lambda: socket.create_connection((self.host, self.port), SECONDS_UNTIL_TOLD).close())
 
     def describe_machines(self) -> str:
-        """The machines that have come, if the rendezvous is of a kind that knows them."""
+        """The machines that have come; those where torchrun itself was started are not known."""
         came = f"{len(self.machines) or 'not all'} of {self.num_machines} machines came"
         return f"{came} ({', '.join(self.machines)})" if self.machines else came
 
     def list_machines(self) -> list[str]:
-        from torch.distributed import TCPStore
+        """Adds this machine to those that `mini-trainer` has started on, and lists them."""
+        from torch.distributed import DistError, TCPStore
 
-        try:
-            limit = timedelta(seconds=SECONDS_UNTIL_TOLD)
-            store = TCPStore(self.host, self.port, is_master=False, timeout=limit, wait_for_workers=False)
-            state = pickle.loads(base64.b64decode(store.get(self.key)))  # as torchrun itself reads it
-            return sorted(node.addr for node in {*state.participants, *state.wait_list})
-        except Exception:  # no such rendezvous; a version of torch that keeps it otherwise
-            return []
+        with suppress(DistError):  # what answers is no store, or is gone
+            if self.store is None:
+                limit = timedelta(seconds=SECONDS_UNTIL_TOLD)
+                self.store = TCPStore(self.host, self.port, is_master=False, timeout=limit, wait_for_workers=False)
+                self.store.append(self.key, f"{socket.gethostname()}\n")
+            return sorted(self.store.get(self.key).decode().splitlines())
+        return []
 
     def describe_failure(self, error: BaseException) -> str:
         """The message for what torch raises."""

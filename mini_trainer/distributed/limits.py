@@ -15,11 +15,8 @@ from mini_trainer.options.reading import read_text
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted, and
-    workers run there; elsewhere there is no limit.
-
-    A single operation on huge values cannot be interrupted. After twice the limit of CPU time the kernel ends the
-    process with SIGVTALRM, unless the program handles that signal.
-    """
+    workers run there; elsewhere there is no limit. A single operation on huge values cannot be interrupted. After twice
+    the limit of CPU time the kernel ends the process with SIGVTALRM, unless the program handles that signal."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return

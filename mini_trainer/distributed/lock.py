@@ -24,11 +24,9 @@ OWN_FILES = {LOCK_FILE, EXIT_FILE, STOP_FILE, ERRORS_DIR, REQUEUES_FILE, CLIENTS
 
 
 class RunLock:
-    """A file that one process holds with flock, which is released however the process ends.
-
-    Where flock does not work (across hosts on some shared file systems), the file's modification time shows whether
-    the holder, named in it, is alive: it touches the file every `SECONDS_PER_BEAT`.
-    """
+    """A file that one process holds with flock, which is released however the process ends. Where flock does not work
+    (across hosts on some shared file systems), the file's modification time shows whether the holder, named in it, is
+    alive: it touches the file every `SECONDS_PER_BEAT`."""
 
     def __init__(self, output_dir: Path):
         """Creates the directory if it is missing. RunError with `LOCKED` if another run is using it."""
@@ -69,10 +67,8 @@ class RunLock:
 
 
 class RunFiles:
-    """This rank's hold on the run's directory. The training thread takes it, the watch writes how the run ended.
-
-    The directory is held open, since its path can come to refer to another one during the run.
-    """
+    """This rank's hold on the run's directory. The training thread takes it, the watch writes how the run ended. The
+    directory is held open, since its path can come to refer to another one during the run."""
 
     def __init__(self) -> None:
         self.output_dir: Path | None = None  # None until this run owns it

@@ -17,9 +17,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mini_trainer.distributed.ending import ExitCode, RunError, log
-from mini_trainer.distributed.launcher import NO_AGENT_STORE, SECONDS_PER_NOTICE, SECONDS_UNTIL_TOLD
 from mini_trainer.distributed.messages import describe_ranks, say
-from mini_trainer.distributed.process import START_TIMEOUT, count_local_ranks
+from mini_trainer.distributed.process import (
+    NO_AGENT_STORE,
+    SECONDS_PER_NOTICE,
+    SECONDS_UNTIL_TOLD,
+    START_TIMEOUT,
+    count_local_ranks,
+)
 from mini_trainer.options.reading import read_text
 
 SECONDS_PER_LOOK = 2.0  # between looks for a newer start
@@ -30,9 +35,7 @@ ARRIVED, NUM_ARRIVED, ALL_ARRIVED, COMPLETE = "arrived", "num_arrived", "all_arr
 
 def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.Store:
     """Returns this start's part of the store that torchrun's environment names, once every rank has registered there.
-
-    While ranks are missing, the first rank of each node lists them every 30 s; RunError after `timeout` s.
-    """
+    While ranks are missing, the first rank of each node lists them every 30 s; RunError after `timeout` s."""
     deadline, seconds_per_notice = time.monotonic() + timeout, min(SECONDS_PER_NOTICE, timeout / 2)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -85,11 +88,9 @@ def takes_machines_later() -> bool:
 
 
 class Start:
-    """One start of all ranks, in a store that may also hold those before torchrun restarted them.
-
-    Rank 0 names it, and confirms that it is complete, so that no rank takes an earlier one for its own. torchrun's
-    count of restarts does not tell them apart: every node has its own, and a node that joins later begins at 0.
-    """
+    """One start of all ranks, in a store that may also hold those before torchrun restarted them. Rank 0 names it, and
+    confirms that it is complete, so that no rank takes an earlier one for its own. torchrun's count of restarts does
+    not tell them apart: every node has its own, and a node that joins later begins at 0."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int):
         self.all_starts, self.rank, self.world_size = store, rank, world_size
@@ -138,10 +139,8 @@ def has_key(store: dist.Store, key: str, seconds: float) -> bool:
 
 
 def describe_missing(arrived: str, world_size: int, num_local: int) -> str:
-    """Lists the ranks missing from `arrived`, node by node, with their hosts if known.
-
-    Each line of `arrived` holds a rank and its host. A node has `num_local` consecutive ranks.
-    """
+    """Lists the ranks missing from `arrived`, node by node, with their hosts if known. Each line of `arrived` holds a
+    rank and its host. A node has `num_local` consecutive ranks."""
     hosts = {int(rank): host for rank, host in (line.split(" ", 1) for line in arrived.splitlines())}
     host_of_node = {rank // num_local: host for rank, host in hosts.items()}
     by_node: dict[int, list[int]] = {}

@@ -15,6 +15,8 @@ from pathlib import Path
 from mini_trainer.options.reading import read_bytes
 
 START_TIMEOUT = 600.0  # seconds for all ranks to join
+SECONDS_UNTIL_TOLD, SECONDS_PER_NOTICE = 2.0, 30.0  # of a wait for other machines
+NO_AGENT_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: rank 0 then hosts the store
 
 NAMES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))  # torchrun's and srun's variables
 # Read at import, since this process is re-parented once torchrun has died.
@@ -72,9 +74,7 @@ def raise_open_file_limit() -> None:
 
 def may_be_launcher(pid: int) -> bool:
     """False if process `pid` has merely adopted this one, because torchrun died before this process read its parent.
-
-    torchrun is a Python program; a wrapper between it and this program has torchrun's environment variables.
-    """
+    torchrun is a Python program; a wrapper between it and this program has torchrun's environment variables."""
     process = Path(f"/proc/{pid}")
     try:
         if b"python" in read_bytes(process / "cmdline").split(b"\0")[0].lower():

@@ -78,11 +78,8 @@ class Marks:
 
 
 class Watch:
-    """One per process. Its thread calls `run`, and owns everything but the marks and the files.
-
-    The first verdict counts: later events do not change how the process ends. Other threads use `call` and
-    `make_cause`.
-    """
+    """One per process. Its thread calls `run`, and owns everything but the marks and the files. The first verdict
+    counts: later events do not change how the process ends. Other threads use `call` and `make_cause`."""
 
     def __init__(self, marks: Marks, files: RunFiles, *, hang_timeout: float):
         self.marks, self.files, self.hang_timeout = marks, files, hang_timeout
@@ -386,11 +383,8 @@ class Watch:
 
     def _leave(self, code: int, fewer_tokens: int | None) -> NoReturn:
         """Starts over with fewer tokens, or exits, with `code`, or under torchrun with 0 after a stop that was asked
-        for, with everything saved.
-
-        torchrun would report a failure at length, and with --max-restarts start the ranks again. `mini-trainer` returns
-        the code, which it reads in exit.json.
-        """
+        for, with everything saved. torchrun would report a failure at length, and with --max-restarts start the ranks
+        again. `mini-trainer` returns the code, which it reads in exit.json."""
         if fewer_tokens is not None:
             ending.start_over(fewer_tokens)
         is_stop = self.goodbye is not None and code in ending.STOPPED
@@ -398,10 +392,8 @@ class Watch:
 
 
 class RunControl:
-    """The training thread's side: reports progress, learns of requests to stop, and hands over the run's end.
-
-    One per process. All methods are the training thread's, which alone writes the marks, except their flags.
-    """
+    """The training thread's side: reports progress, learns of requests to stop, and hands over the run's end. One per
+    process. All methods are the training thread's, which alone writes the marks, except their flags."""
 
     def __init__(self, *, hang_timeout: float, max_seconds: float | None):
         self.max_seconds, self.started = max_seconds, time.monotonic()
@@ -466,10 +458,8 @@ class RunControl:
         self.progress(f"the step after {step}")
 
     def finish(self, code: ending.ExitCode, message: str, *, afterword: str = "") -> NoReturn:
-        """Ends the run normally: all ranks call this, and their processes exit once all have.
-
-        Rank 0 prints its message, unless the run is done, and its `afterword`.
-        """
+        """Ends the run normally: all ranks call this, and their processes exit once all have. Rank 0 prints its
+        message, unless the run is done, and its `afterword`."""
         cause = replace(self.watch.make_cause(code, message), afterword=afterword)
         self.progress("the end of the run")
         self.watch.call(self.watch.say_goodbye, cause)

@@ -36,9 +36,7 @@ class RowGroup:
 
     def swap(self, tensor: Tensor, *, split_dim: int, join_dim: int) -> Tensor:
         """All-to-all: sends the i-th of N parts along `split_dim` to rank i; joins the received ones along `join_dim`.
-
-        Differentiable. All ranks of the group call this with tensors of the same shape.
-        """
+        Differentiable. All ranks of the group call this with tensors of the same shape."""
         parts = torch.stack(tensor.chunk(self.size, split_dim))  # (N, ...)
         received = all_to_all_single_autograd(parts, None, None, self.group)
         return torch.cat(received.unbind(), join_dim)
@@ -95,9 +93,7 @@ def make_row_group(
 
 def make_own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Makes the group among `groups`, a partition of all ranks, that this rank belongs to. All ranks call this.
-
-    dist.new_subgroups_by_enumeration would let every rank wait for all at every group: groups x ranks requests.
-    """
+    dist.new_subgroups_by_enumeration would let every rank wait for all at every group: groups x ranks requests."""
     own = next(ranks for ranks in groups if dist.get_rank() in ranks)
     return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
 
@@ -140,11 +136,8 @@ class World:
 
 
 def init_world(*, hang_timeout: float = 600.0, start_timeout: float = START_TIMEOUT) -> World:
-    """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU.
-
-    All ranks share one copy of the model, until `divide_world`. RunError if not all ranks join within `start_timeout`
-    seconds.
-    """
+    """Joins the process group that torchrun's environment describes: NCCL on CUDA, gloo on CPU. All ranks share one
+    copy of the model, until `divide_world`. RunError if not all ranks join within `start_timeout` seconds."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     raise_open_file_limit()
     timeout = timedelta(seconds=limit_slow(hang_timeout) + SECONDS_AFTER_WATCHDOG)
@@ -178,10 +171,8 @@ def init_world(*, hang_timeout: float = 600.0, start_timeout: float = START_TIME
 
 def divide_world(world: World, sharding: ShardingOptions) -> World:
     """Returns the world with the process groups that `sharding` requires; all ranks call this with the same options.
-
     With hybrid sharding, every `shard_size` ranks (default: those of a node) hold a copy of the model. ValueError if
-    this gives fewer than two copies, or if the ranks cannot be divided into groups that share rows.
-    """
+    this gives fewer than two copies, or if the ranks cannot be divided into groups that share rows."""
     num_shards, num_sharing = world.world_size, sharding.context_parallel
     if sharding.sharding == "hybrid":
         num_shards = count_shards(world.world_size, count_local_ranks(), sharding.shard_size)
@@ -241,9 +232,7 @@ def call_with_world(
 
 def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
     """Calls `function` on rank 0 and broadcasts its result; a ValueError or OSError becomes a RunError on every rank.
-
-    The outcome is sent as data, so no rank waits for one that has already failed.
-    """
+    The outcome is sent as data, so no rank waits for one that has already failed."""
     outcome = [attempt(function) if world.rank == 0 else None]
     dist.broadcast_object_list(outcome, src=0, group=world.control, device=torch.device("cpu"))
     return unwrap(outcome[0])
@@ -277,10 +266,8 @@ def unwrap(outcome: Outcome) -> Any:
 def broadcast_from_rank0(
     value: Tensor | None, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Rank 0's `value`, as `dtype`, on every rank's `device`; other ranks' values are ignored.
-
-    A half-precision value for a wider `dtype` is cast on arrival, which changes no number.
-    """
+    """Rank 0's `value`, as `dtype`, on every rank's `device`; other ranks' values are ignored. A half-precision value
+    for a wider `dtype` is cast on arrival, which changes no number."""
     is_source = dist.get_rank() == 0
     is_narrow = is_source and value.dtype in HALF_TYPES and dtype.itemsize > value.dtype.itemsize
     sent = torch.tensor(HALF_TYPES.index(value.dtype) if is_narrow else -1, device="cpu")
@@ -293,10 +280,8 @@ def broadcast_from_rank0(
 
 
 def gather_on_rank0(world: World, value: Result) -> list[Result] | None:
-    """On rank 0, every rank's `value`, in rank order; None on the others.
-
-    Takes a few messages per rank. dist.gather_object would first exchange the sizes among all ranks, N² messages.
-    """
+    """On rank 0, every rank's `value`, in rank order; None on the others. Takes a few messages per rank.
+    dist.gather_object would first exchange the sizes among all ranks, N² messages."""
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = gather_rows(world, torch.tensor(len(own), device="cpu"))
     largest = call_on_rank0(world, lambda: int(sizes.max()))

@@ -121,12 +121,9 @@ def has_room_gathered(room: Room, sharding: ShardingOptions, *, weights_bytes: i
 def find_room(
     measure: Measure, *, first: int, least: int, most: int, plenty: float, is_late: Callable[[], bool] = lambda: False
 ) -> Room:
-    """The most tokens up to `most` that fit, or 0 if fewer than `least` do.
-
-    As no sequence is longer than the longest sample, memory grows evenly, so that each probe, from `first` tokens on,
-    shows how far the next may go. With more than `plenty` bytes left at `most` no more is tried, nor after the second
-    probe if it `is_late`.
-    """
+    """The most tokens up to `most` that fit, or 0 if fewer than `least` do. As no sequence is longer than the longest
+    sample, memory grows evenly, so that each probe, from `first` tokens on, shows how far the next may go. With more
+    than `plenty` bytes left at `most` no more is tried, nor after the second probe if it `is_late`."""
     num_tokens, probes = first, []
     while True:
         probes.append(measure(num_tokens))
@@ -165,10 +162,8 @@ def extrapolate(probes: list[Probe], key: str, num_tokens: int) -> float:
 
 
 def count_useful_tokens(data: Mixture, batches: Iterator[np.ndarray], *, world_size: int) -> tuple[int, int]:
-    """Tokens of the longest sample, and those beyond which a larger micro-batch would not save one.
-
-    Of the next `NUM_BATCHES` global batches the largest, dealt out evenly, and a sample more, since samples are whole.
-    """
+    """Tokens of the longest sample, and those beyond which a larger micro-batch would not save one. Of the next
+    `NUM_BATCHES` global batches the largest, dealt out evenly, and a sample more, since samples are whole."""
     largest = max(int(data.sizes[rows].sum()) for rows in itertools.islice(batches, NUM_BATCHES))
     longest = data.longest
     return longest, min(largest, -(-largest // world_size) + longest)
@@ -216,11 +211,8 @@ class Prober:
         self.counter = MemoryCounter()
 
     def measure(self, num_tokens: int) -> Probe:
-        """Measures micro-batches of this many tokens, every token trained.
-
-        Once in sequences as long as the longest one and once in short ones. Gradients exist and are counted, the
-        optimizer's state is added.
-        """
+        """Measures micro-batches of this many tokens, every token trained. Once in sequences as long as the longest one
+        and once in short ones. Gradients exist and are counted, the optimizer's state is added."""
         self.progress(f"auto, trying micro-batches of {num_tokens:,} tokens")
         model, world = self.state.model, self.state.world
         device = world.device
@@ -316,11 +308,9 @@ def measure_auto_options(
     previous: dict[str, Any] | None,
     progress: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values in place of "auto" for the options `names`, and the measurements behind them, as JSON.
-
-    All ranks call this and agree. A choice from before the run was resumed, `previous`, is kept on the same number of
-    the same devices, since it affects rounding. ValueError if not even the longest sample has room.
-    """
+    """The values in place of "auto" for the options `names`, and the measurements behind them, as JSON. All ranks call
+    this and agree. A choice from before the run was resumed, `previous`, is kept on the same number of the same
+    devices, since it affects rounding. ValueError if not even the longest sample has room."""
     values, world = inputs.values, state.world
     place = dict(
         device=describe_device(world.device),

@@ -197,11 +197,8 @@ class Checkpointer:
         return checkpoint
 
     def open_newest(self, *, strict: bool) -> Checkpoint | None:
-        """Opens the newest valid checkpoint; None if there never was one.
-
-        A damaged one is renamed, and the next older one is tried. NoValidCheckpoint if none is left, or, with `strict`,
-        if the newest is damaged.
-        """
+        """Opens the newest valid checkpoint; None if there never was one. A damaged one is renamed, and the next older
+        one is tried. NoValidCheckpoint if none is left, or, with `strict`, if the newest is damaged."""
         for path in call_on_rank0(self.world, lambda: file_names.find_checkpoints(self.directory)):
             damage, checkpoint = self._verify(path)
             if damage is None:
@@ -312,8 +309,8 @@ def check_state(state: Any, name: str) -> None:
     """ValueError if `state` does not have the form that train.py saves, or its step differs from the one in `name`."""
     try:
         position = state["position"]
-        keys = position.keys() - {"num_in_step"}  # which older versions did not write
-        is_sound = keys == {"step", "num_samples", "num_tokens"} and isinstance(state["identity"], dict)
+        keys = {"step", "num_samples", "num_tokens", "num_in_step"}
+        is_sound = position.keys() == keys and isinstance(state["identity"], dict)
         counts = [*position.values(), state.get("num_steps_before", 0)]
         is_sound &= all(isinstance(count, int) and count >= 0 for count in counts)
     except (KeyError, TypeError, AttributeError):

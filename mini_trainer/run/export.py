@@ -37,11 +37,9 @@ PATTERN = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")
 
 
 class WeightStream:
-    """An export's weight files, laid out from shapes and filled by `add`, on the threads of `pool`.
-
-    Names passed in are the model's own; transformers' conversions map them to stored names, and split tensors such as
-    fused experts, once all tensors that a conversion needs have arrived. These are kept in memory until then.
-    """
+    """An export's weight files, laid out from shapes and filled by `add`, on the threads of `pool`. Names passed in are
+    the model's own; transformers' conversions map them to stored names, and split tensors such as fused experts, once
+    all tensors that a conversion needs have arrived. These are kept in memory until then."""
 
     def __init__(
         self,
@@ -79,10 +77,8 @@ class WeightStream:
         self.held: dict[str, Tensor] = {}  # tensors that wait for others of their conversion
 
     def sort(self, groups: list[WeightGroup]) -> list[int]:
-        """The indices of `groups` in the order in which `add` should receive them.
-
-        In any other order most bytes would be read back to be hashed, and one file would be hashed at a time.
-        """
+        """The indices of `groups` in the order in which `add` should receive them. In any other order most bytes would
+        be read back to be hashed, and one file would be hashed at a time."""
         return sorted(range(len(groups)), key=lambda i: min(self.turns.get(name, (0, 0)) for name in groups[i].shapes))
 
     def find_turns(self, shapes: dict[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -208,10 +204,8 @@ def write_export(
     *,
     world: World,
 ) -> None:
-    """Writes weights and all other files to a directory next to `export_dir`, then renames it to that.
-
-    All ranks call this. Replaces an existing export of the same name, which a run has if it resumed from before it.
-    """
+    """Writes weights and all other files to a directory next to `export_dir`, then renames it to that. All ranks call
+    this. Replaces an existing export of the same name, which a run has if it resumed from before it."""
     writer = ExportWriter(export_dir, parts)
     try:
         order = call_on_rank0(world, lambda: writer.begin(groups, config))
@@ -230,10 +224,8 @@ def write_export(
 def follow_tokenizer(
     config: PreTrainedConfig | GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int
 ) -> None:
-    """Sets the tokenizer's BOS and padding ids in `config`, if they are in the model's vocabulary.
-
-    This is done only for exports: a model's embedding does not train at the padding id in its config.
-    """
+    """Sets the tokenizer's BOS and padding ids in `config`, if they are in the model's vocabulary. This is done only
+    for exports: a model's embedding does not train at the padding id in its config."""
     for name in ("bos_token_id", "pad_token_id"):
         if (token_id := getattr(tokenizer, name)) is not None and token_id < vocab_size:
             setattr(config, name, token_id)
@@ -249,10 +241,8 @@ class ExportWriter:
         self.stream: WeightStream | None = None
 
     def begin(self, groups: list[WeightGroup], config: PreTrainedConfig) -> list[int]:
-        """Checks disk space, writes the configs, and lays out the weight files.
-
-        Returns the order in which `groups` are to be gathered.
-        """
+        """Checks disk space, writes the configs, and lays out the weight files. Returns the order in which `groups` are
+        to be gathered."""
         shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
         parts = self.parts
         self.left_out = list_left_out(parts.source, parts.family, trained=shapes.keys()) if shapes else {}

@@ -58,10 +58,8 @@ def add_tensors(
     max_bytes: int,
 ) -> None:
     """Adds tensors that were removed from a model to its weights, in files of at most `max_bytes`, with a common index.
-
     Tensors stored unchanged among the model's `own_tensors` are copied; quantized ones are written dequantized. The
-    weights must be complete: call `pool.wait` before, if it writes them.
-    """
+    weights must be complete: call `pool.wait` before, if it writes them."""
     kinds = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in left_out.items()}
     own_kinds = {name: (tensor.entry["dtype"], tensor.entry["shape"]) for name, tensor in own_tensors.items()}
     tensors = [own_tensors[name] for name in sorted(left_out) if kinds[name] == own_kinds.get(name)]

@@ -93,10 +93,8 @@ class Exports:
     def write(
         self, state: TrainState, position: RunPosition, *, best: dict[str, Any] | None = None, is_last: bool = True
     ) -> None:
-        """Exports the model at `position`; as the best model if `best`, its validation metrics, is given.
-
-        What it answers is recorded for the best and the last one, and for any to be checked.
-        """
+        """Exports the model at `position`; as the best model if `best`, its validation metrics, is given. What it
+        answers is recorded for the best and the last one, and for any to be checked."""
         call_on_rank0(self.world, self.control.check_directory)
         inputs = self.inputs
         notes = {} if best is None else {BEST_FILE: json.dumps(best, indent=2) + "\n"}

@@ -103,11 +103,9 @@ def choose_changes(changes: dict[str, str], names: list[str], *, needs_model: bo
 def record_start(
     output_dir: Path, values: Mapping[str, Any], identity: dict[str, Any], facts: dict[str, Any], world: World
 ) -> None:
-    """Writes training_params.json: the options' `values` of this start, and each start.
-
-    `facts` of this start, as JSON: its `first_step`, the checkpoint that it is `resumed_from` (without one, earlier
-    starts belong to another run), and others. Time and hardware are added.
-    """
+    """Writes training_params.json: the options' `values` of this start, and each start. `facts` of this start, as JSON:
+    its `first_step`, the checkpoint that it is `resumed_from` (without one, earlier starts belong to another run), and
+    others. Time and hardware are added."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     start = {

@@ -14,11 +14,9 @@ NUM_ROWS = 40  # rows of the table of slowest operations
 
 
 def profile_steps(batches: Iterator[Batch], steps: str, directory: Path, *, rank: int) -> Iterator[Batch]:
-    """Yields `batches`, profiling the training in between during `steps`.
-
-    Writes rank_N.json, a trace for chrome://tracing and ui.perfetto.dev, and rank_N.txt, the slowest operations, after
-    the last of these steps, or at the end of the run.
-    """
+    """Yields `batches`, profiling the training in between during `steps`. Writes rank_N.json, a trace for
+    chrome://tracing and ui.perfetto.dev, and rank_N.txt, the slowest operations, after the last of these steps, or at
+    the end of the run."""
     (first, last), profiler = parse_steps(steps), None
     try:
         for batch in batches:

@@ -23,12 +23,6 @@ ORDER = "order of the samples"
 MOST_SHOWN = 3  # files that a message names
 MOST_BYTES_OF_LINE = 1_000_000  # of a metrics file
 
-# Options of older versions that decided numbers, with the value that is like having none.
-FORMER = {
-    **{"desirable-weight": 1.0, "undesirable-weight": 1.0, "preference-label-smoothing": 0.0},
-    **{"lora-use-rslora": False, "muon-momentum": 0.95, "muon-scale": "match-rms-adamw"},
-}
-
 
 def find_owner(
     output_dir: Path, resume: str, own_paths: Sequence[str], *, is_resumed: bool = False
@@ -145,21 +139,12 @@ def is_own_file(path: Path) -> bool:
 
 
 def find_changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Changed parts of a run's identity, described by name. Options that an older version did not record count as their
-    defaults; other parts that it did not record are not compared."""
-    defaults = {name_in_identity(name): to_json(value) for name, value in list_defaults().items()} | {ORIGIN: None}
-    if ORDER in now:
-        from mini_trainer.data.tokenized.by_row import PERMUTATION
-
-        defaults[ORDER] = PERMUTATION
+    """Changed parts of a run's identity, described by name. An option that was not recorded had its default; of other
+    parts only those that were recorded are compared."""
+    known = {name_in_identity(name): to_json(value) for name, value in list_defaults().items()} | before
     changes = {}
-    for name in sorted(before.keys() | now.keys()):
-        if name not in before and name not in defaults:
-            continue
-        old, new = before.get(name, defaults.get(name)), now.get(name, FORMER.get(name))
-        if isinstance(new, list) and not isinstance(old, list):  # an older version took one value, or None
-            old = [] if old is None else [old]
-        if old != new:
+    for name in sorted((before.keys() | now.keys()) & known.keys()):
+        if (old := known[name]) != (new := now.get(name)):
             is_digest = name in (OF_METHOD, ORIGIN) or (isinstance(old, str) and len(old) == 64)
             changes[name] = name if is_digest else f"{name} ({old} before, now {new})"
     return changes

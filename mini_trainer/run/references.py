@@ -102,11 +102,9 @@ def find_missing(data: Mixture, values: np.ndarray) -> np.ndarray:
 
 
 def split_rows(rows: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
-    """Sorted rows of data sets of these sizes, in parts of at most PART_SIZE neighbours in one set.
-
-    The parts do not depend on which of them are known already: a run that continues packs the others as one that was
-    not killed, and gets the same bits.
-    """
+    """Sorted rows of data sets of these sizes, in parts of at most PART_SIZE neighbours in one set. The parts do not
+    depend on which of them are known already: a run that continues packs the others as one that was not killed, and
+    gets the same bits."""
     firsts = np.cumsum([0, *sizes])[:-1]
     borders = np.concatenate([first + np.arange(0, size, PART_SIZE) for first, size in zip(firsts, sizes, strict=True)])
     return [part for part in np.split(rows, np.searchsorted(rows, borders[1:])) if len(part)]

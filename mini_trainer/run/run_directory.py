@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 
 
 class RunDirectory:
-    """The `--output-dir` of this start. All ranks call every method.
-
-    Invariant: it is locked from the beginning; until `claim` has verified that it belongs to this run, nothing in it is
-    changed, except that a killed run's unfinished files are removed and damaged checkpoints are renamed.
-    """
+    """The `--output-dir` of this start. All ranks call every method. Invariant: it is locked from the beginning; until
+    `claim` has verified that it belongs to this run, nothing in it is changed, except that a killed run's unfinished
+    files are removed and damaged checkpoints are renamed."""
 
     def __init__(self, path: str, options: CheckpointOptions, world: World, control: RunControl):
         """Locks the directory and chooses the checkpoint to resume from; RunError or ValueError if it cannot."""

@@ -38,10 +38,8 @@ def build_run_model(
     only_measures: bool = False,
 ) -> PackedModel:
     """Builds the sharded model and runs its self-checks; ValueError if they fail. `progress` is called during that.
-
     `load_start` fills the weights of another run's checkpoint, if this one starts with them. `only_measures`: leaves
-    out the reference's scores of the data, which take a forward pass and are written.
-    """
+    out the reference's scores of the data, which take a forward pass and are written."""
     method, compute = inputs.method, options.compute
     chosen = (options.data.max_tokens_per_gpu, compute.activation_checkpointing)
     # The budget applies to a run only if something is "auto"; otherwise only plans use it.

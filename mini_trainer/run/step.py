@@ -56,10 +56,8 @@ def train_step(
     progress: Callable[[str], None] = lambda where: None,
 ) -> StepSums:
     """Runs one optimizer step on a global batch: gradients, their sum over ranks, the update. All ranks call this.
-
     `flags` is called before the reduction, which ORs them over ranks; `progress` is called for every micro-batch.
-    RunError before the update if a loss or gradient is not finite.
-    """
+    RunError before the update if a loss or gradient is not finite."""
     world = state.world
     step = state.num_steps_before + batch.step
     torch.manual_seed(derive_seed(options.data.seed, step, world.rank))  # for dropout
@@ -106,11 +104,9 @@ def run_backward(
     *,
     shared: Mapping[str, Tensor] | None = None,
 ) -> LossSums:
-    """Accumulates the micro-batch's gradient; returns its sums, without gradients.
-
-    `divisors` are the global batch's, over all ranks; FSDP sums gradients (see apply_sharding), which gives that of the
-    mean. `shared`: the result of `sum_ahead`.
-    """
+    """Accumulates the micro-batch's gradient; returns its sums, without gradients. `divisors` are the global batch's,
+    over all ranks; FSDP sums gradients (see apply_sharding), which gives that of the mean. `shared`: the result of
+    `sum_ahead`."""
     sums = model(micro_batch, shared)
     loss = sums.loss / (divisors[TARGETS] or 1)
     for name, extra in sums.extra.items():

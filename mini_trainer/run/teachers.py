@@ -41,11 +41,9 @@ class OtherModel:
 
 
 class StartWeights:
-    """The model that trains, with the weights that it had when this was made.
-
-    Holds a copy of each shard that trains, and exchanges it for the current one while the model reads: all of a model
-    that trains as a whole, an adapter's few parameters.
-    """
+    """The model that trains, with the weights that it had when this was made. Holds a copy of each shard that trains,
+    and exchanges it for the current one while the model reads: all of a model that trains as a whole, an adapter's few
+    parameters."""
 
     def __init__(self, model: PackedModel):
         self.model = model
@@ -101,10 +99,8 @@ def open_teacher_data(data: Mixture, paths: Sequence[str], *, cache_dir: str) ->
 
 def open_scores(inputs: RunInputs) -> Objective:
     """Adds the teacher's scores to the run's data, if the objective learns from them; returns the objective for them.
-
     ValueError if a training set that needs them has none, or they do not fit. Validation sets are measured by them if
-    all have some.
-    """
+    all have some."""
     data, held_out, scores = inputs.data, inputs.validation_data, inputs.objective.teacher
     if isinstance(scores, TeacherModel):
         inputs.teacher = SELF if scores.name == SELF else None

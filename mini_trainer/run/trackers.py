@@ -234,10 +234,7 @@ def keep_numbers(values: dict[str, Any]) -> dict[str, float]:
 
 def clean_name(name: str) -> str:
     """Makes a data set's name a valid part of a metric's name in every tracker: no slashes or characters that MLflow
-    refuses.
-
-    A changed name ends with a digest of the original, so that different names stay different.
-    """
+    refuses. A changed name ends with a digest of the original, so that different names stay different."""
     clean = re.sub(r"[^A-Za-z0-9_.\- ]", "_", name)[:MAX_NAME].strip(" .")
     if clean == name != "":
         return clean
@@ -249,11 +246,9 @@ MLFLOW_LONGEST = 6000  # maximum characters of a parameter
 
 
 def start_wandb(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
-    """Weights & Biases: online, or with WANDB_MODE=offline in the run's directory.
-
-    Step numbers are ours. In wandb, steps only increase, and a resumed run knows its last step: steps repeated after a
-    kill are skipped, since their numbers are the same. An offline run does not know it, and logs them twice.
-    """
+    """Weights & Biases: online, or with WANDB_MODE=offline in the run's directory. Step numbers are ours. In wandb,
+    steps only increase, and a resumed run knows its last step: steps repeated after a kill are skipped, since their
+    numbers are the same. An offline run does not know it, and logs them twice."""
     import wandb
 
     run_id = ids.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
@@ -303,11 +298,9 @@ def start_tensorboard(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
 
 
 def start_mlflow(run: TrackedRun, ids: Ids, keep: Keep) -> StartedRun:
-    """An MLflow server or database, MLFLOW_TRACKING_URI, or MLflow's own default.
-
-    A client instead of MLflow's active run, which prints, and is ended at exit. MLflow would keep both values of a
-    repeated step, so steps that it already has are skipped.
-    """
+    """An MLflow server or database, MLFLOW_TRACKING_URI, or MLflow's own default. A client instead of MLflow's active
+    run, which prints, and is ended at exit. MLflow would keep both values of a repeated step, so steps that it already
+    has are skipped."""
     from mlflow import MlflowClient, get_tracking_uri
     from mlflow.entities import Metric, Param, RunTag
 

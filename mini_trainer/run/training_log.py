@@ -147,11 +147,9 @@ class MetricsFile(Sink):
 
 
 class Console(Sink):
-    """Prints every validation, the first and last steps, and in between one every `SECONDS_BETWEEN_LINES`.
-
-    `shown`: names of a validation's metrics for its line. `max_epochs`: the highest epoch to show, since the last batch
-    is filled up from the next epoch; the metrics files have the exact number.
-    """
+    """Prints every validation, the first and last steps, and in between one every `SECONDS_BETWEEN_LINES`. `shown`:
+    names of a validation's metrics for its line. `max_epochs`: the highest epoch to show, since the last batch is
+    filled up from the next epoch; the metrics files have the exact number."""
 
     def __init__(self, time_left: TimeLeft, *, shown: Sequence[str], max_epochs: int | None = None):
         self.time_left, self.shown = time_left, shown

@@ -68,10 +68,8 @@ def validate(
     cap: int,
     progress: Callable[[str], None] = lambda where: None,
 ) -> dict[str, Any]:
-    """Scores all sets together, and each separately; also returns the seconds taken. All ranks call this.
-
-    Scores are weighted by tokens: the same on any number of ranks, and for any `cap` (tokens per rank and micro-batch).
-    """
+    """Scores all sets together, and each separately; also returns the seconds taken. All ranks call this. Scores are
+    weighted by tokens: the same on any number of ranks, and for any `cap` (tokens per rank and micro-batch)."""
     start, say_where = time.monotonic(), lambda where: progress(f"validation, {where}")
     found = score_data(state.model, data, objective, cap=cap, world=state.world, progress=say_where)
     scores = call_on_rank0(state.world, lambda: summarize_sets(data, objective, found))

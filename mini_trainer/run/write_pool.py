@@ -103,11 +103,8 @@ def write_at(descriptor: int, data: memoryview, start: int) -> None:
 
 
 class WritePool:
-    """Threads that fill files while the caller prepares the next parts. One thread calls all methods.
-
-    Each file is in a lane, which writes one part at a time. `wait` raises the first error; everything after it is
-    dropped.
-    """
+    """Threads that fill files while the caller prepares the next parts. One thread calls all methods. Each file is in a
+    lane, which writes one part at a time. `wait` raises the first error; everything after it is dropped."""
 
     def __init__(self, num_lanes: int, max_bytes: int):
         """`max_bytes` is the memory that `make_room` lets wait. OSError if the threads cannot be started."""

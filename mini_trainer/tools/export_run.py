@@ -7,7 +7,6 @@ For a run that was stopped before its end. The export is the one that the run wo
 its hf_format. A large model is shared by the ranks of torchrun.
 """
 
-import math
 from pathlib import Path
 
 from mini_trainer.distributed.process import pause_collector, resume_collector
@@ -118,11 +117,6 @@ def restore_options(checkpoint: Checkpoint, run: Path, *, trust_remote_code: boo
             f"{run}: was trained with --trust-remote-code: give it here as well, to run the code that comes with its"
             " model"
         )
-    if recorded.get("lora_use_rslora"):  # of older versions: alpha / sqrt(rank)
-        from mini_trainer.model.methods.lora_layers import DEFAULT_RANK
-
-        rank = recorded["lora_rank"] or DEFAULT_RANK
-        recorded["lora_alpha"] = (recorded["lora_alpha"] or 2 * rank) * math.sqrt(rank)
     known = {name: recorded[name] for name in list_types(TrainOptions).keys() & recorded}
     known |= LEFT_OUT | {name: recorded[name] for name in KEPT}
     return group_options(TrainOptions, **known | {"output_dir": str(run), "trust_remote_code": trust_remote_code})
