@@ -217,9 +217,14 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
         begin(options)
     before = exit_file and identify_file(exit_file)
     os.environ |= find_this_package()
-    code, message = launch(torchrun_options, [*name_module(f"mini_trainer.{PROGRAMS[word].module}"), *argv])
-    # The ranks of a run end together, and write why: for torchrun, a stop that was asked for is no failure.
-    if exit_file is not None and exit_file.exists() and identify_file(exit_file) != before:
+
+    def is_over() -> bool:
+        """Whether the ranks of a run have ended together, and written why."""
+        return exit_file is not None and identify_file(exit_file) not in (None, before)
+
+    words = [*name_module(f"mini_trainer.{PROGRAMS[word].module}"), *argv]
+    code, message = launch(torchrun_options, words, is_over=is_over)
+    if is_over():  # for torchrun, a stop that was asked for is no failure
         return read_document(exit_file)["code"]
     if message:
         print(f"error: {message}", file=sys.stderr)

@@ -79,3 +79,18 @@ def test_what_torchrun_raises_beside_is_one_line_too(monkeypatch):
 def test_the_number_of_machines_is_also_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("PET_NNODES", "3:5")
     assert (count_machines({}), count_machines({"nnodes": "2"}), count_machines({"nnodes": "?"})) == (3, 2, 1)
+
+
+def test_ranks_that_are_left_when_the_run_is_over_are_ended():
+    program = (
+        "import os, signal, subprocess; from mini_trainer.distributed import launcher\n"
+        "launcher.SECONDS_TO_LEAVE, looks = 0.1, iter([False, True])\n"
+        "with subprocess.Popen(['sleep', '60']) as child:\n"
+        "    child.send_signal(signal.SIGSTOP)\n"
+        "    launcher.end_ranks(lambda: next(looks))\n"
+        "    print(child.wait(5))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=ENV, cwd=ROOT
+    )
+    assert done.stdout == "-9\n"

@@ -326,3 +326,7 @@ def test_every_page_is_in_the_navigation(site):
     named = set(re.findall(r"([\w/-]+\.md)$", (build_site.SITE / "mkdocs.yml").read_text(), flags=re.MULTILINE))
     pages = {str(page.relative_to(site)) for page in site.rglob("*.md") if "files" not in page.parts}
     assert named == pages
+
+
+def test_the_logo_leads_to_a_page_and_not_to_a_folder_which_offline_is_a_listing():
+    assert re.search(r"^extra: .*homepage: index.html", (build_site.SITE / "mkdocs.yml").read_text(), re.MULTILINE)

@@ -23,6 +23,8 @@ BAD_ADDRESSES = ("localhost:8000/v1", "http://h/v1?api-key=s3cret", "http://u:s3
                  "http:///v1", "http://s3cret h/v1")  # fmt: skip
 REFUSED = {
     TrainOptions: [
+        (dict(learning_rate=2e4), "--learning-rate 20000.0: must be from 0 to 1"),  # 2e-4
+        (dict(learning_rate_for=("lm_head*=2e4",)), "--learning-rate-for "),
         # Rows.
         (dict(data_path=()), ".*no data"),
         (dict(data_path=(), input_file="r", input_dataset="n"), "--input-file and --input-dataset "),

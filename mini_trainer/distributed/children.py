@@ -9,12 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import IO, NoReturn
 
 from mini_trainer.distributed.messages import print_as_is
-from mini_trainer.options.reading import read_text
+from mini_trainer.distributed.process import list_children
 from mini_trainer.root_files import ROOT, is_checkout
 
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # environment variable: the process that the child must not outlive
@@ -122,10 +121,9 @@ def hand_on_warning() -> None:
 def repeat_warning() -> NoReturn:
     signal.sigwait({signal.SIGUSR1})
     while True:
-        for path in Path("/proc/self/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # a thread or a child is gone
-                for child in read_text(path).split():
-                    os.kill(int(child), signal.SIGUSR1)
+        for child in list_children():
+            with contextlib.suppress(OSError):  # it is gone
+                os.kill(child, signal.SIGUSR1)
         time.sleep(SECONDS_BETWEEN_WARNINGS)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -14,20 +15,24 @@ from typing import Any
 
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.distributed.messages import say_note
-from mini_trainer.distributed.process import NO_AGENT_STORE, SECONDS_PER_NOTICE, SECONDS_UNTIL_TOLD
-from mini_trainer.options.reading import read_text
+from mini_trainer.distributed.process import NO_AGENT_STORE, SECONDS_PER_NOTICE, SECONDS_UNTIL_TOLD, list_children
 
-SECONDS_PER_LOOK = 1.0
+SECONDS_PER_LOOK, SECONDS_TO_LEAVE = 1.0, 10.0
 CPP_LEVEL = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported
 # torchrun's reports of signals, of ranks that have failed, and of other machines that have ended, below what the ranks
 # print; the imports set these loggers' levels.
 LOGGERS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous")
 
 
-def launch(given: Mapping[str, str], words: Sequence[str]) -> tuple[int, str]:
+def launch(
+    given: Mapping[str, str], words: Sequence[str], *, is_over: Callable[[], bool] = lambda: False
+) -> tuple[int, str]:
     """Runs the words in several processes, with torchrun's options by name; returns an exit code, the first failed
-    rank's if there is one, and a message, empty if the ranks have said everything."""
+    rank's if there is one, and a message, empty if the ranks have said everything. `is_over`: whether they have, on
+    any machine: then those that are still here after a while are killed."""
     meeting, options = Meeting(given), dict(given)
+    if read_option(given, "max-restarts", "0") == "0":  # else the next ranks would be killed
+        threading.Thread(target=end_ranks, args=(is_over,), name="end", daemon=True).start()
     import_quiet_torch()
     if meeting.num_machines == 1:
         options.setdefault("local-addr", "127.0.0.1")  # the machine's own name need not resolve
@@ -155,12 +160,19 @@ def describe_problem(connect: Callable[[], object]) -> str:
     return ""
 
 
+def end_ranks(is_over: Callable[[], bool]) -> None:
+    """Kills the ranks of this machine that are left when the run is over: they are stopped, or stuck."""
+    while not is_over():
+        time.sleep(SECONDS_PER_LOOK)
+    time.sleep(SECONDS_TO_LEAVE)
+    for pid in list_children():
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def has_children() -> bool:
     """Whether this process has started others; True where the system does not say."""
-    tasks = Path("/proc/self/task")
-    with suppress(OSError):  # a thread is gone
-        return not tasks.is_dir() or any(read_text(path).strip() for path in tasks.glob("*/children"))
-    return False
+    return not Path("/proc/self/task").is_dir() or bool(list_children())
 
 
 def import_quiet_torch() -> None:

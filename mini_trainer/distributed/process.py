@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mini_trainer.options.reading import read_bytes
+from mini_trainer.options.reading import read_bytes, read_text
 
 START_TIMEOUT = 600.0  # seconds for all ranks to join
 SECONDS_UNTIL_TOLD, SECONDS_PER_NOTICE = 2.0, 30.0  # of a wait for other machines
@@ -92,3 +92,12 @@ def may_be_launcher(pid: int) -> bool:
 def count_local_ranks() -> int:
     """Number of ranks per node, from torchrun's environment."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def list_children() -> list[int]:
+    """The processes that this one has started; empty where the system does not say."""
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread is gone
+            found += map(int, read_text(path).split())
+    return found

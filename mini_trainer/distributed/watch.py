@@ -19,20 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
-from mini_trainer.distributed import ending
-from mini_trainer.distributed.hang import (
-    SECONDS_PER_HEARTBEAT,
-    Peer,
-    Stand,
-    describe_hang,
-    describe_stands,
-    end_silent,
-    find_silent,
-    is_hanging,
-    limit_slow,
-    look,
-    read_recorders,
-)
+from mini_trainer.distributed import ending, hang
 from mini_trainer.distributed.lifeline import Lifeline, Notice
 from mini_trainer.distributed.lock import ERRORS_DIR, SECONDS_PER_BEAT, STOP_FILE, RunFiles
 from mini_trainer.distributed.messages import clean, leave_bars, print_as_is, say
@@ -42,7 +29,7 @@ from mini_trainer.options.reading import write_over
 FIRST_STEPS = 3  # in which a run whose micro-batches were chosen automatically starts over if it runs out of memory
 
 
-def describe_death(rank: int, peer: Peer) -> str:
+def describe_death(rank: int, peer: hang.Peer) -> str:
     """Notice about a rank whose connection closed without a report."""
     return (
         f"rank {rank} (pid {peer.pid} on {peer.host}) died without a report, last seen in {peer.where}: it crashed or"
@@ -103,8 +90,8 @@ class Watch:
         self.clock = 0.0  # seconds during which this process was watching
         self.last_tick, self.last_heartbeat = time.monotonic(), 0.0
         self.marks_seen = 0
-        self.slow_limit = limit_slow(hang_timeout)
-        self.peers = {self.rank: Peer(self.host, os.getpid(), 0.0, 0.0, self.slow_limit)}
+        self.slow_limit = hang.limit_slow(hang_timeout)
+        self.peers = {self.rank: hang.Peer(self.host, os.getpid(), 0.0, 0.0, self.slow_limit)}
         self.causes: list[ending.Cause] = []  # With the first one, the time until the verdict begins.
         self.reporters: set[int] = set()  # ranks that have sent their own error
         self.has_asked = False  # where the ranks stand, after a hang
@@ -173,7 +160,7 @@ class Watch:
         own.limit = self.slow_limit if self.marks.num_slow_phases else self.hang_timeout
         if self.marks.count != self.marks_seen:
             self.marks_seen, own.moved = self.marks.count, self.clock
-        if self.clock - self.last_heartbeat >= SECONDS_PER_HEARTBEAT:
+        if self.clock - self.last_heartbeat >= hang.SECONDS_PER_HEARTBEAT:
             self.last_heartbeat, still = self.clock, self.clock - own.moved
             self.lifeline.send_beat({"kind": "beat", "still": still, "limit": own.limit, "where": own.where})
         if self.causes or self.has_asked:
@@ -181,7 +168,7 @@ class Watch:
         if self.has_torchrun and (os.getppid() != PARENT or not self.parent_started_this):
             name = f"pid {PARENT} on" if self.parent_started_this else "of"
             self.report(self.make_cause(ending.ExitCode.PEER_DIED, f"torchrun ({name} {self.host}) is gone", died=True))
-        elif is_hanging(self.peers, self.clock, self.hang_timeout, is_rank0=self.rank == 0):
+        elif hang.is_hanging(self.peers, self.clock, self.hang_timeout, is_rank0=self.rank == 0):
             self._ask()
 
     def _on_signals(self) -> None:
@@ -210,7 +197,7 @@ class Watch:
 
     def _on_met(self, rank: int, host: str, pid: int) -> None:
         """Starts monitoring `rank`'s heartbeats."""
-        self.peers[rank] = Peer(host, pid, self.clock, self.clock, self.slow_limit)
+        self.peers[rank] = hang.Peer(host, pid, self.clock, self.clock, self.slow_limit)
 
     def _on_message(self, rank: int, message: Notice) -> None:
         peer = self.peers[rank]
@@ -264,27 +251,27 @@ class Watch:
             self._conclude_if_answered()
 
     def _conclude_if_answered(self) -> None:
-        silent = find_silent(self.peers, self.clock)
+        silent = hang.find_silent(self.peers, self.clock)
         if all(peer.stand is not None or rank in silent for rank, peer in self.peers.items()):
             self._conclude_hang()
 
     def _conclude_hang(self) -> None:
-        self._conclude(self.make_cause(ending.ExitCode.HANG, describe_hang(self.peers, self.clock)))
+        self._conclude(self.make_cause(ending.ExitCode.HANG, hang.describe_hang(self.peers, self.clock)))
 
-    def _look(self) -> Stand:
+    def _look(self) -> hang.Stand:
         """Finds where this rank stands; writes every thread's stack, and the collectives that torch has recorded, to
         output_dir/errors, the stacks to stderr without a directory."""
         head = (
             f"rank {self.rank}, pid {os.getpid()} on {self.host}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
             f"in {self.marks.where}, {self.marks.steps_done} steps done\n\n"
         )
-        stand, output_dir = look(), self.files.output_dir
+        stand, output_dir = hang.look(), self.files.output_dir
         path = None if output_dir is None else output_dir / ERRORS_DIR / f"rank_{self.rank}.txt"
 
         def write() -> None:
             ending.dump_stacks(head, path)
             if path is not None and stand["collectives"]:
-                write_over(path.with_name(f"rank_{self.rank}_collectives.json"), json.dumps(read_recorders()))
+                write_over(path.with_name(f"rank_{self.rank}_collectives.json"), json.dumps(hang.read_recorders()))
 
         with contextlib.suppress(OSError):
             ending.within(SECONDS_TO_TELL, write)
@@ -295,7 +282,7 @@ class Watch:
 
     def _end_silent(self, silent: list[tuple[str, int]]) -> None:
         """Ends the processes of this host that cannot end themselves."""
-        for left in end_silent(silent, self.host):
+        for left in hang.end_silent(silent, self.host):
             if self.local_rank == 0:
                 ending.within(SECONDS_TO_TELL, lambda left=left: say(f"[rank {self.rank}] {left}", is_error=True))
 
@@ -354,7 +341,7 @@ class Watch:
         if fewer is not None:
             cause = replace(cause, message=f"{cause.message}; starting over with --max-tokens-per-gpu {fewer}")
         is_error = cause.code not in (ending.ExitCode.DONE, *ending.STOPPED)
-        silent = list(find_silent(self.peers, self.clock)) if cause.code == ending.ExitCode.HANG else []
+        silent = list(hang.find_silent(self.peers, self.clock)) if cause.code == ending.ExitCode.HANG else []
         if self.rank == 0:
             reason = replace(cause, details="").text if is_error else ""
             end = {"kind": "end", "code": cause.code, "reason": reason, "is_printed_by_all": cause.is_printed_by_all}
@@ -374,7 +361,7 @@ class Watch:
             return
         if self.has_asked and self.rank == 0 and self.files.output_dir is not None:
             with contextlib.suppress(OSError):
-                summary = f"{cause.text}\n\n{describe_stands(self.peers)}"
+                summary = f"{cause.text}\n\n{hang.describe_stands(self.peers)}"
                 write_over(self.files.output_dir / ERRORS_DIR / SUMMARY, summary)
         texts = ["" if cause.code == ending.ExitCode.DONE else cause.text, cause.afterword]
         if text := "\n".join(filter(None, texts)):
@@ -427,7 +414,7 @@ class RunControl:
 
     @contextlib.contextmanager
     def slow(self, what: str) -> Iterator[None]:
-        """Marks a phase that may take up to `limit_slow` without a sign of progress."""
+        """Marks a phase that may take up to `hang.limit_slow` without a sign of progress."""
         before = self.marks.where
         self.marks.num_slow_phases += 1
         self.progress(what)

@@ -28,16 +28,8 @@ from mini_trainer.options import (
 )
 from mini_trainer.options.places import expand
 from mini_trainer.options.reading import open_own, read_bytes, read_json, read_text
+from mini_trainer.run import record
 from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, METRICS_FILE, PARAMS_FILE, STATE, find_checkpoints
-from mini_trainer.run.record import (
-    describe_finished,
-    describe_losses,
-    find_changes,
-    find_owner,
-    name_in_identity,
-    read_ends,
-    to_json,
-)
 
 # Options that a start settles, by the device and what it measures, if they are left out or auto.
 SETTLED = {
@@ -80,7 +72,7 @@ def check_directory(options: TrainOptions) -> dict[str, Any] | None:
     values, checkpoint = flatten_options(options), find_own_checkpoint(output_dir, resume)
     own = [path for paths in list_data_sets(options).values() for path in paths]
     own += [*options.rows.input_file, values["data_cache_dir"], values["osft_cache_dir"]]
-    params = find_owner(output_dir, resume, own, is_resumed=checkpoint is not None)
+    params = record.find_owner(output_dir, resume, own, is_resumed=checkpoint is not None)
     if params is None:
         return None
     changes = (
@@ -93,7 +85,7 @@ def check_directory(options: TrainOptions) -> dict[str, Any] | None:
             " give the same ones to resume it"
         )
     if params["finished"] and checkpoint is None and describe_done(options, params) is None:
-        raise ValueError(describe_finished(output_dir, params))
+        raise ValueError(record.describe_finished(output_dir, params))
     return params
 
 
@@ -111,17 +103,16 @@ def list_changes(options: TrainOptions, params: Mapping[str, Any], checkpoint: P
     if checkpoint is not None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one, which the start sets aside
             identity = dict(read_json(checkpoint / STATE)["identity"])
-    now = {name_in_identity(name): to_json(hide_in(values[name])) for name in list_identifying_options()}
+    now = {record.name_in_identity(name): record.to_json(hide_in(values[name])) for name in list_identifying_options()}
     now["batch-size"] = options.data.samples_per_step
-    return find_changes({name: value for name, value in identity.items() if name in now}, now)
+    return record.find_changes({name: value for name, value in identity.items() if name in now}, now)
 
 
 def describe_done(options: TrainOptions, params: dict[str, Any]) -> str | None:
     """What a finished run has made, if these are its options and what they name has not changed since; None: a start
     has to look closer."""
-    values = {name: to_json(hide_in(value)) for name, value in flatten_options(options).items()}  # as it is recorded
-    output_dir = Path(options.output_dir)
-    models = output_dir / EXPORTS_DIR
+    values = {name: record.to_json(hide_in(value)) for name, value in flatten_options(options).items()}
+    output_dir, models = Path(options.output_dir), Path(options.output_dir, EXPORTS_DIR)
     changed = {name for name, value in values.items() if value != params["options"].get(name)}
     settled = {name for name in SETTLED if values[name] in (None, "auto")}
     if names_raw_data(options):
@@ -129,8 +120,8 @@ def describe_done(options: TrainOptions, params: dict[str, Any]) -> str | None:
     has_models = not options.exports.save_final_checkpoint or (models / LATEST).is_dir()
     if changed - settled or not has_models or not is_one_node() or has_newer_inputs(output_dir, values):
         return None
-    last, best = read_ends(output_dir / METRICS_FILE)[1], models / "best"
-    result = ", ".join([f"{last.get('step', 0):,} steps", *describe_losses(output_dir, last.get("step", 0))])
+    last, best = record.read_ends(output_dir / METRICS_FILE)[1], models / "best"
+    result = ", ".join([f"{last.get('step', 0):,} steps", *record.describe_losses(output_dir, last.get("step", 0))])
     found = [f"best model: {best}"] if best.is_dir() else []
     if (models / LATEST).is_dir():
         found.append(f"model after the last step: {models / (models / LATEST).resolve().name}")

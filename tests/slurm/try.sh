@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains with examples/clusters/multi_node.sbatch on the SLURM of start.sh, warns it, kills a node of it, and prints
 # what it sees. Ends with 1 if a promise was not kept. See README.md.
-#   try.sh [warned] [signalled] [starting] [anywhen] [early] [killed] [dead] [cancelled]
+#   try.sh [warned] [signalled] [starting] [anywhen] [early] [killed] [stopped] [dead] [cancelled]
 set -uo pipefail
 
 ROOT=$(realpath "$(dirname "$0")/../..")
@@ -151,6 +151,19 @@ killed() {
     promise "the losses are those of the uninterrupted run" "same_losses $WORK/plain $RUN"
 }
 
+stopped() {
+    echo "== the rank of one node stopped, which nothing wakes"
+    local RUN=$WORK/stopped JOB=$(submit "$WORK/stopped") pid
+    await 900 "[ \$(num_steps $RUN) -ge 50 ]"
+    for pid in $(processes "$JOB" n2); do
+        grep -qz "^LOCAL_RANK=" "/proc/$pid/environ" && kill -STOP "$pid"
+    done
+    await 120 "[ \$(state $JOB) = FAILED ]"
+    promise "the whole job ended, and no process of it is left" "[ -z \"\$(processes $JOB n1; processes $JOB n2)\" ]"
+    promise "it hung" "[ \"\$(exit_name $RUN)\" = hang ]"
+    echo "    exit.json: $(tr -d '\n' <"$RUN/exit.json" 2>/dev/null | cut -c1-300)"
+}
+
 dead() {
     echo "== one node dead, SLURM's own processes too"
     local RUN=$WORK/dead JOB=$(submit "$WORK/dead")
@@ -196,6 +209,7 @@ batch_size: 16
 max_tokens_per_gpu: 1024
 max_steps: ${STEPS:-250}
 learning_rate: 1e-3
+hang_timeout: 30
 checkpoint_every_steps: 20
 export_dtype: float32
 YAML
