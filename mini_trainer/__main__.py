@@ -218,13 +218,14 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
     before = exit_file and identify_file(exit_file)
     os.environ |= find_this_package()
 
-    def is_over() -> bool:
-        """Whether the ranks of a run have ended together, and written why."""
-        return exit_file is not None and identify_file(exit_file) not in (None, before)
+    def find_end() -> tuple[int, int] | None:
+        """The file in which the ranks of a run, which end together, have written why."""
+        found = exit_file and identify_file(exit_file)
+        return None if found == before else found
 
     words = [*name_module(f"mini_trainer.{PROGRAMS[word].module}"), *argv]
-    code, message = launch(torchrun_options, words, is_over=is_over)
-    if is_over():  # for torchrun, a stop that was asked for is no failure
+    code, message = launch(torchrun_options, words, find_end=find_end)
+    if find_end() is not None:  # for torchrun, a stop that was asked for is no failure
         return read_document(exit_file)["code"]
     if message:
         print(f"error: {message}", file=sys.stderr)

@@ -1,13 +1,16 @@
 """What a start says in its first second, before data and models are read."""
 
 import fcntl
+import json
 import pty
 import shutil
 import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forked import run_forked, succeed
@@ -17,7 +20,7 @@ from tiny_models import FAMILIES, save_model
 
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.options import TrainOptions, flatten_options, group_options
-from mini_trainer.run.preflight import check_runs, check_start, estimate_use
+from mini_trainer.run.preflight import DiskUse, check_runs, check_start, estimate_use
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,7 @@ def given(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="module")
 def finished(given) -> Path:
+    time.sleep(1)  # a start's record has seconds, and its inputs have to be older
     succeed(0, "train.py", *flags(**given))
     return Path(given["output_dir"])
 
@@ -139,7 +143,7 @@ def test_a_last_export_that_fails_leaves_a_checkpoint_from_which_the_same_comman
     done = run_forked(2, ROOT / "tests/workers/no_exports.py", tmp_path / "run" / "hf_format", "train.py", *argv)
     assert (tmp_path / "run" / "exit.json").is_file() and done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert line.endswith("checkpoints/step_3 is complete: the same command exports it")
+    assert line.endswith("checkpoints/step_3 is complete: the same command continues there")
     assert f'"code": {ExitCode.IO.value},' in (tmp_path / "run" / "exit.json").read_text()
     (tmp_path / "run" / "hf_format").unlink()
     again = succeed(0, "train.py", *argv)
@@ -190,3 +194,44 @@ def test_a_models_folder_without_weights_is_named(given, tmp_path):
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"model: no weights: .*, only pytorch_model.bin. Pickles can run code"):
         start(given, output_dir=tmp_path / "new", model_name_or_path=model)
+
+
+# What an attacker of these claims found.
+
+
+def test_a_start_with_a_damaged_record_beside_a_good_checkpoint_is_not_refused(given, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "training_params.json").write_text("")
+    assert start(given, output_dir=tmp_path / "run", max_steps=5) is None
+
+
+def test_a_finished_run_resumed_from_its_own_earlier_checkpoint_is_not_refused(given, finished):
+    assert start(given, resume=str(finished / "checkpoints" / "step_2"), max_steps=5) is None
+
+
+@pytest.mark.parametrize("change", ["exit", "models", "data", "cwd"])
+def test_what_a_start_would_look_at_is_not_done(change, given, finished, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    params = json.loads((run / "training_params.json").read_text())
+    begun = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() + 60))  # after all files were made
+    params["starts"][-1]["started"], params["options"]["output_dir"] = begun, str(run)
+    (run / "training_params.json").write_text(json.dumps(params))
+    assert start(given, output_dir=run).startswith("done already")
+    if change == "exit":
+        (run / "exit.json").write_text('{"code": 2}')  # of a later start
+    if change == "models":
+        shutil.rmtree(run / "hf_format")
+    if change == "cwd":
+        monkeypatch.chdir(tmp_path)
+    data = dict(validation_data_path=("nowhere.arrow",), validate_every_steps=1) if change == "data" else {}
+    assert start(given, output_dir=run, **data) is None
+
+
+def test_the_disks_of_checkpoints_and_exports_are_looked_at_each(given, tmp_path, monkeypatch):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    usage, asked = shutil.disk_usage(tmp_path), []
+    monkeypatch.setattr(Path, "stat", lambda path, **named: SimpleNamespace(st_dev=path.name, st_mode=0o40755))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: asked.append(path.name) or usage)
+    DiskUse(1, 10, 1, 10).check(tmp_path / "run")
+    assert asked == ["checkpoints", "hf_format"]

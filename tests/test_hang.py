@@ -43,7 +43,7 @@ def test_slow_phases_follow_the_option():
 
 @pytest.fixture
 def sleeper():
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "60"], env=ENV | {"RANK": "2"}) as process:
         yield process
         process.kill()
 
@@ -51,21 +51,23 @@ def sleeper():
 def test_a_stopped_process_of_this_host_and_launch_is_ended_and_no_other(sleeper):
     host = socket.gethostname()
     sleeper.send_signal(signal.SIGSTOP)
-    strangers = [("elsewhere", sleeper.pid), (host, sleeper.pid)]  # not started by this process's parent
+    strangers = [(2, "elsewhere", sleeper.pid), (2, host, sleeper.pid)]  # not started by this process's parent
     assert end_silent(strangers, host) == [] and sleeper.poll() is None
     program = (
         "import socket, sys; from mini_trainer.distributed.hang import end_silent\n"
-        "print(end_silent([(socket.gethostname(), int(sys.argv[1]))], socket.gethostname()))\n"
+        "for rank in (1, 2):\n"  # of which one is another's
+        "    print(end_silent([(rank, socket.gethostname(), int(sys.argv[1]))], socket.gethostname()))\n"
     )
     command = [sys.executable, "-c", program, str(sleeper.pid)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=ENV)
-    assert done.stdout == "[]\n" and sleeper.wait(5) == -signal.SIGKILL
+    assert done.stdout == "[]\n[]\n" and sleeper.wait(5) == -signal.SIGKILL
 
 
 def test_a_process_that_the_kernel_holds_is_named_and_left(monkeypatch):
     monkeypatch.setattr(hang, "read_status", lambda pid: ("D", os.getppid()))
+    monkeypatch.setattr(hang, "is_rank", lambda pid, rank: True)
     monkeypatch.setattr(os, "kill", lambda pid, number: None)
-    (line,) = end_silent([("here", 4)], "here")
+    (line,) = end_silent([(0, "here", 4)], "here")
     assert line.startswith("pid 4 on here is in an uninterruptible call of the kernel") and "is left" in line
 
 

@@ -46,7 +46,7 @@ def test_machines_that_do_not_meet_are_one_line(words, said, tmp_path):
 
 
 def test_an_endpoint_without_an_answer_is_said_within_seconds(capfd, monkeypatch):
-    meeting = Meeting({"nnodes": "2", "rdzv-endpoint": f"127.0.0.1:{free_port()}"})
+    meeting = Meeting({"nnodes": "2", "rdzv-backend": "c10d", "rdzv-endpoint": f"127.0.0.1:{free_port()}"})
     meeting.started -= launcher.SECONDS_UNTIL_TOLD
     looks = iter([False, True])
     monkeypatch.setattr(launcher, "has_children", lambda: next(looks))
@@ -78,13 +78,13 @@ def test_what_torchrun_raises_beside_is_one_line_too(monkeypatch):
 
 def test_the_number_of_machines_is_also_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("PET_NNODES", "3:5")
-    assert (count_machines({}), count_machines({"nnodes": "2"}), count_machines({"nnodes": "?"})) == (3, 2, 1)
+    assert (count_machines({}), count_machines({"nnodes": "2"}), count_machines({"nnodes": "?"})) == (5, 2, 1)
 
 
 def test_ranks_that_are_left_when_the_run_is_over_are_ended():
     program = (
         "import os, signal, subprocess; from mini_trainer.distributed import launcher\n"
-        "launcher.SECONDS_TO_LEAVE, looks = 0.1, iter([False, True])\n"
+        "launcher.SECONDS_TO_LEAVE, looks = 0.1, iter([None, 1, 1])\n"
         "with subprocess.Popen(['sleep', '60']) as child:\n"
         "    child.send_signal(signal.SIGSTOP)\n"
         "    launcher.end_ranks(lambda: next(looks))\n"

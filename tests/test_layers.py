@@ -192,7 +192,7 @@ def test_nothing_that_these_scripts_import_has_torch(script, some, imports):
 # Where a run or a plan is opened: everything else takes the groups of options that it needs.
 TAKE_ALL_OPTIONS = {
     "train": {"train"},
-    "run.preflight": {"begin", "check_directory", "check_start", "describe_done", "list_changes"},
+    "run.preflight": {"begin", "check_directory", "check_start", "describe_done", "find_option_changes"},
     "run.start": {
         *("open_inputs", "make_data_local", "choose_objective", "choose_settings", "choose_method", "settle_by_device"),
     },

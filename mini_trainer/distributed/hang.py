@@ -19,9 +19,10 @@ from typing import Any
 
 from mini_trainer.distributed.lock import ERRORS_DIR
 from mini_trainer.distributed.messages import describe_ranks
-from mini_trainer.options.reading import read_text
+from mini_trainer.options.reading import read_bytes, read_text
 
 SLOW_FACTOR, LEAST_SLOW = 6, 120.0  # the limit of slow phases: in units of --hang-timeout, and at least in seconds
+LONGEST = 6 * 3600.0  # seconds that phases may take at least in which others than the ranks are at work: rows, uploads
 SECONDS_PER_HEARTBEAT = 1.0
 SECONDS_TO_DIE = 0.5  # after SIGKILL
 MOST_DETAILS = 4  # silent ranks that a message describes one by one
@@ -30,6 +31,7 @@ RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # torch's, of GPUs
 BUFFER_SIZE, NUM_RECORDED = "TORCH_FR_BUFFER_SIZE", "2000"  # collectives; torch's default differs by version
 
 Stand = dict[str, Any]  # where a rank stands, as `look` finds it
+Process = tuple[int, str, int]  # rank, host, pid
 
 
 @dataclass
@@ -60,8 +62,9 @@ def is_hanging(peers: Mapping[int, Peer], clock: float, hang_timeout: float, *, 
 
 
 def find_silent(peers: Mapping[int, Peer], clock: float) -> dict[int, Peer]:
-    """The ranks that send no heartbeats."""
-    return {rank: peer for rank, peer in sorted(peers.items()) if clock - peer.heard > 3 * SECONDS_PER_HEARTBEAT}
+    """The ranks that send no heartbeats, and have not said where they stand."""
+    is_late = {rank: clock - peer.heard > 3 * SECONDS_PER_HEARTBEAT for rank, peer in peers.items()}
+    return {rank: peer for rank, peer in sorted(peers.items()) if is_late[rank] and peer.stand is None}
 
 
 def describe_hang(peers: Mapping[int, Peer], clock: float) -> str:
@@ -139,10 +142,11 @@ def read_recorders() -> dict[str, Any]:
     return {name: json.loads(dump(True, False)) for name, dump in found.items() if dump is not None}
 
 
-def end_silent(silent: Iterable[tuple[str, int]], host: str) -> list[str]:
-    """Kills those of these processes that were started on this `host` by the same parent; a line about each that the
-    kernel does not end."""
-    own = [pid for where, pid in silent if where == host and read_status(pid)[1] == os.getppid()]
+def end_silent(silent: Iterable[Process], host: str) -> list[str]:
+    """Kills those of these ranks that were started on this `host` by the same parent; a line about each that the kernel
+    does not end. Another container can have the same name, and in it each number is another process's."""
+    own = [pid for rank, where, pid in silent
+           if where == host and read_status(pid)[1] == os.getppid() and is_rank(pid, rank)]  # fmt: skip
     for pid in own:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -154,6 +158,13 @@ def end_silent(silent: Iterable[tuple[str, int]], host: str) -> list[str]:
         for pid in own
         if read_status(pid)[0] == "D"
     ]
+
+
+def is_rank(pid: int, rank: int) -> bool:
+    """Whether a process was started as this rank; False if it is gone, or another user's."""
+    with contextlib.suppress(OSError):
+        return b"\0RANK=%d\0" % rank in b"\0" + read_bytes(Path(f"/proc/{pid}/environ"))
+    return False
 
 
 def read_status(pid: int) -> tuple[str, int]:

@@ -25,21 +25,22 @@ LOGGERS = ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendez
 
 
 def launch(
-    given: Mapping[str, str], words: Sequence[str], *, is_over: Callable[[], bool] = lambda: False
+    given: Mapping[str, str], words: Sequence[str], *, find_end: Callable[[], object] = lambda: None
 ) -> tuple[int, str]:
     """Runs the words in several processes, with torchrun's options by name; returns an exit code, the first failed
-    rank's if there is one, and a message, empty if the ranks have said everything. `is_over`: whether they have, on
-    any machine: then those that are still here after a while are killed."""
+    rank's if there is one, and a message, empty if the ranks have said everything. `find_end`: what they
+    have written about the end, on any machine, or None: those that are still here a while after it are killed."""
     meeting, options = Meeting(given), dict(given)
-    if read_option(given, "max-restarts", "0") == "0":  # else the next ranks would be killed
-        threading.Thread(target=end_ranks, args=(is_over,), name="end", daemon=True).start()
+    is_elastic = ":" in read_option(given, "nnodes", "")
+    if read_option(given, "max-restarts", "0") == "0" and not is_elastic:  # else the next ranks would be killed
+        threading.Thread(target=end_ranks, args=(find_end,), name="end", daemon=True).start()
     import_quiet_torch()
     if meeting.num_machines == 1:
         options.setdefault("local-addr", "127.0.0.1")  # the machine's own name need not resolve
     else:
         threading.Thread(target=meeting.tell, name="meeting", daemon=True).start()
-        if ":" in read_option(given, "nnodes", ""):
-            os.environ[NO_AGENT_STORE] = "1"  # with it a machine could not join later
+    if is_elastic:
+        os.environ[NO_AGENT_STORE] = "1"  # with it a machine could not join later
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -72,9 +73,9 @@ def launch(
 
 
 def count_machines(options: Mapping[str, str]) -> int:
-    """The least number of machines of --nnodes, by option or environment; 1 for a value that torchrun refuses."""
-    least = read_option(options, "nnodes", "1").partition(":")[0]
-    return int(least) if least.isdecimal() else 1
+    """The most machines of --nnodes, by option or environment; 1 for a value that torchrun refuses."""
+    numbers = read_option(options, "nnodes", "1").split(":")
+    return max(map(int, numbers)) if all(number.isdecimal() for number in numbers) else 1
 
 
 def read_option(options: Mapping[str, str], name: str, default: str) -> str:
@@ -89,10 +90,12 @@ class Meeting:
         self.num_machines, self.started = count_machines(options), time.monotonic()
         self.is_reached, self.machines = False, list[str]()
         self.store: Any = None  # torch's, at the rendezvous
-        self.has_address = bool(read_option(options, "local-addr", ""))
+        is_static = read_option(options, "rdzv-backend", "static") == "static"  # which asks for no name
+        self.has_address = is_static or bool(read_option(options, "local-addr", ""))
         main = [read_option(options, f"master-{part}", default) for part, default in
                 (("addr", "127.0.0.1"), ("port", "29500"))]  # fmt: skip
         host, _, port = read_option(options, "rdzv-endpoint", ":".join(main)).rpartition(":")
+        host = host.strip("[]")  # of an IPv6 address
         self.host, self.port = (host, int(port)) if host and port.isdecimal() else (host or port, 29400)
         self.key = f"mini_trainer machines of {read_option(options, 'rdzv-id', 'none')}"
 
@@ -160,11 +163,13 @@ def describe_problem(connect: Callable[[], object]) -> str:
     return ""
 
 
-def end_ranks(is_over: Callable[[], bool]) -> None:
+def end_ranks(find_end: Callable[[], object]) -> None:
     """Kills the ranks of this machine that are left when the run is over: they are stopped, or stuck."""
-    while not is_over():
+    while (found := find_end()) is None:
         time.sleep(SECONDS_PER_LOOK)
     time.sleep(SECONDS_TO_LEAVE)
+    if find_end() != found:
+        return  # of an earlier start
     for pid in list_children():
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)

@@ -16,15 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mini_trainer.distributed import process
 from mini_trainer.distributed.ending import ExitCode, RunError, log
 from mini_trainer.distributed.messages import describe_ranks, say
-from mini_trainer.distributed.process import (
-    NO_AGENT_STORE,
-    SECONDS_PER_NOTICE,
-    SECONDS_UNTIL_TOLD,
-    START_TIMEOUT,
-    count_local_ranks,
-)
 from mini_trainer.options.reading import read_text
 
 SECONDS_PER_LOOK = 2.0  # between looks for a newer start
@@ -33,13 +27,13 @@ NEWEST = "newest start"  # key of the store
 ARRIVED, NUM_ARRIVED, ALL_ARRIVED, COMPLETE = "arrived", "num_arrived", "all_arrived", "complete"  # keys of a start
 
 
-def meet(rank: int, world_size: int, *, timeout: float = START_TIMEOUT) -> dist.Store:
+def meet(rank: int, world_size: int, *, timeout: float = process.START_TIMEOUT) -> dist.Store:
     """Returns this start's part of the store that torchrun's environment names, once every rank has registered there.
     While ranks are missing, the first rank of each node lists them every 30 s; RunError after `timeout` s."""
-    deadline, seconds_per_notice = time.monotonic() + timeout, min(SECONDS_PER_NOTICE, timeout / 2)
+    deadline, seconds_per_notice = time.monotonic() + timeout, min(process.SECONDS_PER_NOTICE, timeout / 2)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        with late_notice(SECONDS_UNTIL_TOLD, f"waiting for the rendezvous at {host}, port {port}"):
+        with late_notice(process.SECONDS_UNTIL_TOLD, f"waiting for the rendezvous at {host}, port {port}"):
             store = open_store(host, port, rank, world_size, timeout=timeout)
         start = Start(store, rank, world_size)
         while not start.is_complete(min(seconds_per_notice, deadline - time.monotonic())):
@@ -67,7 +61,7 @@ def open_store(host: str, port: int, rank: int, world_size: int, *, timeout: flo
     if has_agent and rank == 0 and takes_machines_later():
         log.warning(
             "warning: torchrun --nnodes MIN:MAX: a machine that joins later would wait forever for the address of"
-            f" torchrun's store: set {NO_AGENT_STORE}=1 for torchrun on every machine"
+            f" torchrun's store: set {process.NO_AGENT_STORE}=1 for torchrun on every machine"
         )
     return dist.TCPStore(
         host,
@@ -126,7 +120,7 @@ class Start:
     def describe_missing(self) -> str:
         if self.is_over:
             return "rank 0"
-        return describe_missing(self.store.get(ARRIVED).decode(), self.world_size, count_local_ranks())
+        return describe_missing(self.store.get(ARRIVED).decode(), self.world_size, process.count_local_ranks())
 
 
 def has_key(store: dist.Store, key: str, seconds: float) -> bool:

@@ -45,6 +45,7 @@ SECONDS_FOR_VERDICT = 5.0  # A rank that has reported a failure waits this long 
 SECONDS_TO_TELL = 3.0  # Time limit for each final step: printing and writing, waiting for other ranks, cleaning up.
 SECONDS_OF_ONE_SIGNAL = 2.0  # SLURM and torchrun may both forward one SIGTERM: within this time it counts once.
 SUMMARY = "summary.txt"  # of a hang, in ERRORS_DIR
+MOST_PROCESSES = 1000  # silent ones that one message lists
 LARGEST_TEXT = 10_000  # maximum characters of a message (its first) or a traceback (its last)
 
 # Causes that every rank learns of by itself, before the lifeline exists.
@@ -58,6 +59,7 @@ class Marks:
     count: int = 0
     where: str = "the start"
     steps_done: int = 0
+    least_slow: float = 0.0  # seconds that the present slow phase may take at least
     num_slow_phases: int = 1  # Slow phases nest; the time until the end of the first step is one.
     in_loop: bool = False
     fewer_tokens: int | None = None  # with which the run starts over if it runs out of memory now
@@ -157,7 +159,8 @@ class Watch:
         self.last_tick = now
         own = self.peers[self.rank]
         own.heard, own.where = self.clock, self.marks.where
-        own.limit = self.slow_limit if self.marks.num_slow_phases else self.hang_timeout
+        slow_limit = max(self.slow_limit, self.marks.least_slow)
+        own.limit = slow_limit if self.marks.num_slow_phases else self.hang_timeout
         if self.marks.count != self.marks_seen:
             self.marks_seen, own.moved = self.marks.count, self.clock
         if self.clock - self.last_heartbeat >= hang.SECONDS_PER_HEARTBEAT:
@@ -207,7 +210,9 @@ class Watch:
                 peer.moved = self.clock - message["still"]
                 peer.limit, peer.where = message["limit"], message["where"]
             case "look":
-                self.lifeline.send(0, {"kind": "stands", "stand": self._look()})
+                stand = hang.look()
+                self.lifeline.send(0, {"kind": "stands", "stand": stand})
+                self._write_down(stand)  # last, since a file system can block
             case "stands":
                 peer.stand = message["stand"]
                 self._conclude_if_answered()
@@ -246,7 +251,8 @@ class Watch:
         if self.rank == 0:
             self.lifeline.send_to_all({"kind": "look"})
         self.loop.call_later(SECONDS_TO_ANSWER if self.world_size > 1 else 0.0, self._conclude_hang)
-        self.peers[self.rank].stand = self._look()
+        self.peers[self.rank].stand = hang.look()
+        self._write_down(self.peers[self.rank].stand)
         if self.rank == 0:
             self._conclude_if_answered()
 
@@ -258,14 +264,14 @@ class Watch:
     def _conclude_hang(self) -> None:
         self._conclude(self.make_cause(ending.ExitCode.HANG, hang.describe_hang(self.peers, self.clock)))
 
-    def _look(self) -> hang.Stand:
-        """Finds where this rank stands; writes every thread's stack, and the collectives that torch has recorded, to
-        output_dir/errors, the stacks to stderr without a directory."""
+    def _write_down(self, stand: hang.Stand) -> None:
+        """Writes every thread's stack, and the collectives that torch has recorded, to output_dir/errors, the stacks to
+        stderr without a directory."""
         head = (
             f"rank {self.rank}, pid {os.getpid()} on {self.host}, {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
             f"in {self.marks.where}, {self.marks.steps_done} steps done\n\n"
         )
-        stand, output_dir = hang.look(), self.files.output_dir
+        output_dir = self.files.output_dir
         path = None if output_dir is None else output_dir / ERRORS_DIR / f"rank_{self.rank}.txt"
 
         def write() -> None:
@@ -275,12 +281,11 @@ class Watch:
 
         with contextlib.suppress(OSError):
             ending.within(SECONDS_TO_TELL, write)
-        return stand
 
-    def _list_processes(self, ranks: list[int]) -> list[tuple[str, int]]:
-        return [(self.peers[rank].host, self.peers[rank].pid) for rank in ranks]
+    def _list_processes(self, ranks: list[int]) -> list[hang.Process]:
+        return [(rank, self.peers[rank].host, self.peers[rank].pid) for rank in ranks[:MOST_PROCESSES]]
 
-    def _end_silent(self, silent: list[tuple[str, int]]) -> None:
+    def _end_silent(self, silent: list[hang.Process]) -> None:
         """Ends the processes of this host that cannot end themselves."""
         for left in hang.end_silent(silent, self.host):
             if self.local_rank == 0:
@@ -346,18 +351,19 @@ class Watch:
             reason = replace(cause, details="").text if is_error else ""
             end = {"kind": "end", "code": cause.code, "reason": reason, "is_printed_by_all": cause.is_printed_by_all}
             self.lifeline.send_to_all(end | {"fewer_tokens": fewer, "silent": self._list_processes(silent)})
-        ending.within(SECONDS_TO_TELL, lambda: self._tell(cause))
+        ending.within(SECONDS_TO_TELL, lambda: self._tell(cause, is_end=fewer is None))
         self._end_silent(self._list_processes(silent))
         if self.rank == 0:
             left = await self.lifeline.wait_for_ends(SECONDS_TO_TELL)
-            self._end_silent(self._list_processes(left if is_error else []))
+            self._end_silent(self._list_processes(left if is_error and fewer is None else []))
         was_stopped = bool(self.marks.flags & ending.Flag.STOP_FILE)
         ending.within(SECONDS_TO_TELL, lambda: self.files.clean_up(cause, was_stopped=was_stopped))
         self._leave(cause.code, fewer)
 
-    def _tell(self, cause: ending.Cause) -> None:
-        """Writes the cause to exit.json and prints it, with its afterword; only the first rank to write it prints."""
-        if self._others_know(cause) or not self.files.record(cause):
+    def _tell(self, cause: ending.Cause, *, is_end: bool) -> None:
+        """Prints the cause, with its afterword, and writes it to exit.json if `is_end`, and no new start follows; only
+        the first rank to write it prints."""
+        if self._others_know(cause) or (is_end and not self.files.record(cause)):
             return
         if self.has_asked and self.rank == 0 and self.files.output_dir is not None:
             with contextlib.suppress(OSError):
@@ -413,16 +419,18 @@ class RunControl:
         self.marks.count += 1
 
     @contextlib.contextmanager
-    def slow(self, what: str) -> Iterator[None]:
-        """Marks a phase that may take up to `hang.limit_slow` without a sign of progress."""
-        before = self.marks.where
+    def slow(self, what: str, *, least: float = 0.0) -> Iterator[None]:
+        """Marks a phase that may take up to `hang.limit_slow`, or `least` seconds, without a sign of progress."""
+        before = self.marks.where, self.marks.least_slow
         self.marks.num_slow_phases += 1
+        self.marks.least_slow = max(least, self.marks.least_slow)
         self.progress(what)
         try:
             yield
         finally:
             self.marks.num_slow_phases -= 1
-        self.progress(before)
+            self.marks.least_slow = before[1]
+        self.progress(before[0])
 
     def start_loop(self, *, steps_done: int = 0) -> None:
         """Marks the start of the training loop, in which a signal takes effect at the end of a step."""

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from mini_trainer.distributed.devices import memory_limit
 from mini_trainer.distributed.ending import ExitCode, RunError, describe_error, ending_with_message, log
-from mini_trainer.distributed.hang import keep_records, limit_slow
+from mini_trainer.distributed.hang import LONGEST, keep_records, limit_slow
 from mini_trainer.distributed.messages import CleanFormatter, LinesAboveBars, shows_progress
 from mini_trainer.distributed.process import START_TIMEOUT, count_local_ranks, raise_open_file_limit
 from mini_trainer.distributed.watch import RunControl
@@ -140,7 +140,7 @@ def init_world(*, hang_timeout: float = 600.0, start_timeout: float = START_TIME
     copy of the model, until `divide_world`. RunError if not all ranks join within `start_timeout` seconds."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     raise_open_file_limit()
-    timeout = timedelta(seconds=limit_slow(hang_timeout) + SECONDS_AFTER_WATCHDOG)
+    timeout = timedelta(seconds=max(limit_slow(hang_timeout), LONGEST) + SECONDS_AFTER_WATCHDOG)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from mini_trainer.data.stores.disk import link_beside, remove_directory
+from mini_trainer.data.stores.disk import link_beside, remove_directory, remove_quietly
 from mini_trainer.data.stores.model_files import CARD_FILE
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import RunError, log
@@ -138,7 +138,7 @@ class Exports:
         notes = {CHECK_FILE: json.dumps(recorded) + "\n"} if records else {}
         export_model(state.model, export_dir, replace(parts, notes=parts.notes | notes), world=self.world)
         if self.options.check_export:
-            call_on_rank0(self.world, lambda: check_export(export_dir, parts, recorded))
+            call_on_rank0(self.world, lambda: check_or_reject(export_dir, parts, recorded))
         self.log.write_export(export_dir)
 
     def remove_old(self, position: RunPosition) -> None:
@@ -167,6 +167,17 @@ def list_numbers(directory: Path) -> list[int]:
     """The numbers of samples in the names of a directory's exports, ascending."""
     names = (path.name.removeprefix("samples_") for path in directory.glob("samples_*"))
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def check_or_reject(export_dir: Path, parts: ExportParts, recorded: dict[str, Any]) -> None:
+    """`check_export`, after whose error the export has another, hidden name, so that a next start writes it again."""
+    try:
+        check_export(export_dir, parts, recorded)
+    except ValueError as error:
+        rejected = export_dir.with_name(f".rejected_{export_dir.name}")
+        remove_quietly(rejected)
+        export_dir.rename(rejected)
+        raise ValueError(f"{error}: it is {rejected.name} now") from None
 
 
 def check_export(export_dir: Path, parts: ExportParts, recorded: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@ its checkpoints: they tell whose directory this is (run/record.py).
 """
 
 import functools
+import os
 import platform
 import subprocess
 import sys
@@ -29,22 +30,10 @@ from mini_trainer.options import (
     list_deciding_options,
     list_identifying_options,
 )
+from mini_trainer.run import record
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.file_names import PARAMS_FILE
 from mini_trainer.run.inputs import RunInputs
-from mini_trainer.run.record import (
-    OF_METHOD,
-    ORDER,
-    ORIGIN,
-    REFERENCE,
-    TEACHER,
-    find_changes,
-    name_in_identity,
-    read_params,
-    timestamp,
-    to_json,
-    write_params,
-)
 
 
 def is_checkpoint_of(output_dir: Path, checkpoint: Path | None) -> bool:
@@ -57,8 +46,10 @@ def check_same_run(
 ) -> list[str]:
     """Differences from the run that wrote the checkpoint; ValueError for one that is not allowed.
     With `needs_model` the checkpoint holds only a part of the weights, and belongs to the model with the others."""
-    changes = find_changes(state["identity"], identity)
-    fixed = choose_changes(changes, [OF_METHOD, ORIGIN, *list_deciding_options("method")], needs_model=needs_model)
+    changes = record.find_changes(state["identity"], identity)
+    fixed = choose_changes(
+        changes, [record.OF_METHOD, record.ORIGIN, *list_deciding_options("method")], needs_model=needs_model
+    )
     if fixed and allow_changes:
         raise ValueError(
             f"{checkpoint} was made with other {', '.join(fixed)}: its content depends on them, so not even"
@@ -84,8 +75,8 @@ def check_checkpoints(
             checkpoint.path, checkpoint.state, identity, allow_changes=allow_changes, needs_model=needs_model
         )
     if origin is not None:
-        names = [OF_METHOD, "tokenizer", *list_deciding_options("method", "state")]
-        fixed = choose_changes(find_changes(origin.state["identity"], identity), names, needs_model=needs_model)
+        names = [record.OF_METHOD, "tokenizer", *list_deciding_options("method", "state")]
+        fixed = choose_changes(record.find_changes(origin.state["identity"], identity), names, needs_model=needs_model)
         if fixed:
             raise ValueError(
                 f"--continue-from {origin.path}: was made with other {', '.join(fixed)}: a run with its weights and"
@@ -96,7 +87,7 @@ def check_checkpoints(
 
 def choose_changes(changes: dict[str, str], names: list[str], *, needs_model: bool) -> list[str]:
     """Describes changes of these parts of an identity; with `needs_model`, also of the model."""
-    keys = [*map(name_in_identity, names), *(["model"] if needs_model else [])]
+    keys = [*map(record.name_in_identity, names), *(["model"] if needs_model else [])]
     return [changes[key] for key in keys if key in changes]
 
 
@@ -109,7 +100,8 @@ def record_start(
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     start = {
-        "started": timestamp(),
+        "started": record.timestamp(),
+        "directory": os.getcwd(),  # of relative paths
         **facts,
         "world_size": world.world_size,
         "device": describe_device(world.device),
@@ -120,12 +112,12 @@ def record_start(
     starts = []
     if start["resumed_from"] and (output_dir / PARAMS_FILE).exists():  # else the checkpoint is from another directory
         try:
-            starts = read_params(output_dir)["starts"]
+            starts = record.read_params(output_dir)["starts"]
         except ValueError as error:
             log.warning(f"warning: {error}; writing a new one, without the earlier starts")
     starts.append(start)
     params = {"options": hide_in(values), "identity": identity, "finished": None, **start, "starts": starts}
-    write_params(output_dir, params)
+    record.write_params(output_dir, params)
 
 
 def describe_run(values: Mapping[str, Any], world: World) -> str:
@@ -180,12 +172,12 @@ def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[s
         "tokenizer": fingerprint_tokenizer(inputs.tokenizer),
         "chat template": fingerprint_chat_template(inputs.tokenizer),
         "model": fingerprint_model(inputs.model_dir),
-        ORDER: name_rule([len(kept) for kept in data.kept_of]),
+        record.ORDER: name_rule([len(kept) for kept in data.kept_of]),
         "compute-dtype": str(inputs.compute_dtype).removeprefix("torch."),
         "number of steps": inputs.num_steps if has_own_end else None,
-        REFERENCE: reference,
-        TEACHER: teacher,
-        OF_METHOD: inputs.method.list_data_hashes(),
-        ORIGIN: None if inputs.origin is None else inputs.origin.digest,
-        **{name_in_identity(name): to_json(hide_in(values[name])) for name in list_identifying_options()},
+        record.REFERENCE: reference,
+        record.TEACHER: teacher,
+        record.OF_METHOD: inputs.method.list_data_hashes(),
+        record.ORIGIN: None if inputs.origin is None else inputs.origin.digest,
+        **{record.name_in_identity(name): record.to_json(hide_in(values[name])) for name in list_identifying_options()},
     }

@@ -10,12 +10,13 @@ import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.disk import check_output_dir, check_room, remove_quietly
+from mini_trainer.data.stores.disk import check_output_dir, check_room, find_existing, remove_quietly
 from mini_trainer.data.stores.model_files import MODEL_FLAG, check_model_path, check_weights, count_values
-from mini_trainer.distributed.ending import ExitCode, ending_with_message, exit_process
+from mini_trainer.distributed.ending import EXIT_FILE, ExitCode, ending_with_message, exit_process
 from mini_trainer.distributed.lifeline import is_one_node
 from mini_trainer.distributed.messages import hide_in, say_note
 from mini_trainer.options import (
@@ -28,8 +29,9 @@ from mini_trainer.options import (
 )
 from mini_trainer.options.places import expand
 from mini_trainer.options.reading import open_own, read_bytes, read_json, read_text
+from mini_trainer.options.urls import is_url
 from mini_trainer.run import record
-from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, METRICS_FILE, PARAMS_FILE, STATE, find_checkpoints
+from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, METRICS_FILE, STATE, find_checkpoints
 
 # Options that a start settles, by the device and what it measures, if they are left out or auto.
 SETTLED = {
@@ -37,6 +39,7 @@ SETTLED = {
 }
 STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "muon": 4}  # of an optimizer, for each trained number, at least
 VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+LANGUAGE = ("causal-lm", "preference", "kto")  # objectives that keep the head
 DEFAULTS = {option.name: option.default for option, _ in iterate_fields(TrainOptions)}
 
 
@@ -47,10 +50,12 @@ def check_start(options: TrainOptions) -> str | None:
     if params is not None and params["finished"] and (message := describe_done(options, params)) is not None:
         return message
     values, output_dir = flatten_options(options), Path(options.output_dir)
+    if os.environ.get("RANK", "0") != "0":  # only rank 0 reads weights and writes to the cache
+        return None
     if names_raw_data(options):
         check_output_dir(expand(values["data_cache_dir"]), flag="--data-cache-dir")
-    if os.environ.get("RANK", "0") == "0" and check_model(values["model_name_or_path"]):  # which alone reads weights
-        resumes = find_own_checkpoint(output_dir, options.checkpoints.resume) is not None
+    if check_model(values["model_name_or_path"]):
+        resumes = bool(list_own_checkpoints(output_dir, options.checkpoints.resume))
         estimate_use(values, resumes=resumes).check(output_dir)
     return None
 
@@ -69,43 +74,48 @@ def check_directory(options: TrainOptions) -> dict[str, Any] | None:
     """The record of the run in --output-dir; None if it holds none. ValueError for what is not this run's."""
     output_dir, resume = Path(options.output_dir), options.checkpoints.resume
     check_output_dir(output_dir)
-    values, checkpoint = flatten_options(options), find_own_checkpoint(output_dir, resume)
+    values, checkpoints = flatten_options(options), list_own_checkpoints(output_dir, resume)
     own = [path for paths in list_data_sets(options).values() for path in paths]
     own += [*options.rows.input_file, values["data_cache_dir"], values["osft_cache_dir"]]
-    params = record.find_owner(output_dir, resume, own, is_resumed=checkpoint is not None)
+    params = record.find_owner(output_dir, resume, own, is_resumed=bool(checkpoints))
     if params is None:
         return None
-    changes = (
-        {} if options.checkpoints.allow_changed_options and checkpoint else list_changes(options, params, checkpoint)
-    )
+    changes: dict[str, str] = {}
+    if not (options.checkpoints.allow_changed_options and checkpoints):
+        identities = [read_identity(checkpoint) for checkpoint in checkpoints] or [params["identity"]]
+        changes = min((find_option_changes(options, identity) for identity in identities), key=len)
     if changes:
         kind = "a finished run" if params["finished"] else "a run"
         raise ValueError(
             f"--output-dir {output_dir} holds {kind} with other {', '.join(changes.values())}: name a new directory, or"
             " give the same ones to resume it"
         )
-    if params["finished"] and checkpoint is None and describe_done(options, params) is None:
+    if params["finished"] and not checkpoints and describe_done(options, params) is None:
         raise ValueError(record.describe_finished(output_dir, params))
     return params
 
 
-def find_own_checkpoint(output_dir: Path, resume: str) -> Path | None:
-    """The checkpoint that --resume names or will most likely use, if this directory's run has written it."""
+def list_own_checkpoints(output_dir: Path, resume: str) -> list[Path]:
+    """The checkpoints that --resume names or can use, if this directory's run has written them."""
     found = find_checkpoints(output_dir / "checkpoints")
-    if resume not in ("auto", "strict"):
-        found = [path for path in found if path.absolute() == Path(resume).absolute()]
-    return next(iter(found), None)
+    if resume in ("auto", "strict"):
+        return found
+    return [path for path in found if path.absolute() == Path(resume).absolute()]
 
 
-def list_changes(options: TrainOptions, params: Mapping[str, Any], checkpoint: Path | None) -> dict[str, str]:
-    """Changes of the options that decide a run's numbers since the checkpoint, or the run's start without one."""
-    values, identity = flatten_options(options), params["identity"]
-    if checkpoint is not None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one, which the start sets aside
-            identity = dict(read_json(checkpoint / STATE)["identity"])
+def read_identity(checkpoint: Path) -> dict[str, Any]:
+    """That of the run that wrote the checkpoint; empty for a damaged one, which the start reports."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return dict(read_json(checkpoint / STATE)["identity"])
+    return {}
+
+
+def find_option_changes(options: TrainOptions, identity: Mapping[str, Any]) -> dict[str, str]:
+    """The options that decide a run's numbers and differ from this identity's."""
+    values = flatten_options(options) | {"batch_size": options.data.samples_per_step}
     now = {record.name_in_identity(name): record.to_json(hide_in(values[name])) for name in list_identifying_options()}
-    now["batch-size"] = options.data.samples_per_step
-    return record.find_changes({name: value for name, value in identity.items() if name in now}, now)
+    before = {name: value for name, value in identity.items() if name in now}
+    return record.find_changes(before, now) if before else {}
 
 
 def describe_done(options: TrainOptions, params: dict[str, Any]) -> str | None:
@@ -115,11 +125,15 @@ def describe_done(options: TrainOptions, params: dict[str, Any]) -> str | None:
     output_dir, models = Path(options.output_dir), Path(options.output_dir, EXPORTS_DIR)
     changed = {name for name, value in values.items() if value != params["options"].get(name)}
     settled = {name for name in SETTLED if values[name] in (None, "auto")}
-    if names_raw_data(options):
-        settled |= list_data_sets(options).keys()
-    has_models = not options.exports.save_final_checkpoint or (models / LATEST).is_dir()
-    if changed - settled or not has_models or not is_one_node() or has_newer_inputs(output_dir, values):
+    if names_raw_data(options):  # which become data sets
+        settled |= {"data_path"} if not values["data_path"] else set()
+        settled |= {"validation_data_path"} if values["validation_share"] else set()
+    has_models = not (options.exports.save_final_checkpoint or options.exports.on_the_way) or (models / LATEST).is_dir()
+    if changed - settled or not has_models or not is_one_node() or has_newer_inputs(params, values):
         return None
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # without the file, it is not known
+        if read_json(output_dir / EXIT_FILE)["code"] != ExitCode.DONE:
+            return None  # of a later start
     last, best = record.read_ends(output_dir / METRICS_FILE)[1], models / "best"
     result = ", ".join([f"{last.get('step', 0):,} steps", *record.describe_losses(output_dir, last.get("step", 0))])
     found = [f"best model: {best}"] if best.is_dir() else []
@@ -128,14 +142,19 @@ def describe_done(options: TrainOptions, params: dict[str, Any]) -> str | None:
     return "\n".join([f"done already, since {params['finished']}: {result}", *found])
 
 
-def has_newer_inputs(output_dir: Path, values: Mapping[str, Any]) -> bool:
-    """Whether a file that an option names, or one in a directory that it names, was changed after the run's record."""
-    end = (output_dir / PARAMS_FILE).stat().st_ctime
+def has_newer_inputs(params: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Whether what the options name may have changed since the run's last start: files and directories that are newer,
+    another directory that paths are relative to, and everything that is elsewhere."""
+    start = params["starts"][-1]
+    is_elsewhere = not os.path.isdir(values["model_name_or_path"]) or values["input_dataset"] is not None
     texts = [text for value in values.values() for text in (value if isinstance(value, list) else [value])]
     named = [text for text in texts if isinstance(text, str)]
-    files = list(filter(os.path.isfile, named))
-    files += [file for path in filter(os.path.isdir, named) if Path(path) != output_dir for file in os.scandir(path)]
-    return any(os.stat(file).st_ctime > end for file in files)
+    if is_elsewhere or any(map(is_url, named)) or start.get("directory") != os.getcwd():
+        return True
+    paths = [path for path in named if os.path.exists(path) and Path(path) != Path(values["output_dir"])]
+    paths += [file.path for path in filter(os.path.isdir, paths) for file in os.scandir(path)]
+    begun = datetime.strptime(start["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    return any(max(os.stat(path).st_ctime, os.lstat(path).st_ctime) > begun for path in paths)
 
 
 def check_model(model: str, *, flag: str = MODEL_FLAG) -> bool:
@@ -161,13 +180,19 @@ class DiskUse:
         return self.num_checkpoints * self.checkpoint_bytes + self.num_exports * self.export_bytes
 
     def check(self, directory: Path, *, flag: str = "--output-dir ") -> None:
-        """OSError if there is no room in this directory."""
-        files = (
-            (self.num_checkpoints, "checkpoint", self.checkpoint_bytes),
-            (self.num_exports, "export", self.export_bytes),
-        )
-        counted = [f"{num} {what}{'s' * (num > 1)} of {size:,} bytes" for num, what, size in files if num]
-        check_room(directory, self.total, f"{' and '.join(counted)} in {flag}{directory}")
+        """OSError if there is no room in this directory, or in those below it, which can be links or mounts."""
+        files = {
+            "checkpoints": (self.num_checkpoints, "checkpoint", self.checkpoint_bytes),
+            EXPORTS_DIR: (self.num_exports, "export", self.export_bytes),
+        }
+        by_disk: dict[int, list[tuple[Path, int, str]]] = {}
+        for name, (number, what, size) in files.items():
+            place = directory / name if (directory / name).is_dir() else find_existing(directory)
+            words = f"{number} {what}{'s' * (number > 1)} of {size:,} bytes"
+            by_disk.setdefault(place.stat().st_dev, []).append((place, number * size, words))
+        for found in by_disk.values():
+            words = " and ".join(words for _, size, words in found if size)
+            check_room(found[0][0], sum(size for _, size, _ in found), f"{words} in {flag}{directory}")
 
 
 def check_runs(root: Path, runs: Sequence[tuple[Mapping[str, Any], int]], *, flag: str) -> None:
@@ -182,16 +207,18 @@ def check_runs(root: Path, runs: Sequence[tuple[Mapping[str, Any], int]], *, fla
 
 def estimate_use(values: Mapping[str, Any], *, resumes: bool = False) -> DiskUse:
     """The least that a run writes, by the headers of its model's files and its options; one that resumes may need no
-    other checkpoint."""
-    total, of_text = count_values(Path(values["model_name_or_path"]))
-    trained, saved = (of_text, of_text) if not (values["lora"] or values["osft"]) else (0, of_text * values["osft"])
+    other checkpoint, nor another export if it has one."""
+    total, of_text = count_values(Path(values["model_name_or_path"]), has_head=values["objective"] in LANGUAGE)
+    saved = 0 if values["lora"] else of_text
+    trained = 0 if values["lora"] or values["osft"] or values["freeze"] != DEFAULTS["freeze"] else of_text
     weights = VALUE_BYTES[values["master_weights"]]
     exported = not values["lora"] or values["lora_export"] != "adapter"
     is_exported = values["save_final_checkpoint"] or values["checkpoint_at_epoch"]
+    has_export = resumes and Path(values["output_dir"], EXPORTS_DIR, LATEST).exists()
     return DiskUse(
         num_checkpoints=int(values["checkpoint_every_steps"] is not None and not resumes),
         checkpoint_bytes=saved * weights + trained * STATE_BYTES[values["optimizer"]],
-        num_exports=int(is_exported or values["min_samples_per_checkpoint"] is not None),
+        num_exports=int((is_exported or values["min_samples_per_checkpoint"] is not None) and not has_export),
         export_bytes=(of_text * VALUE_BYTES[values["export_dtype"]] + (total - of_text) * 2) * exported,
     )
 

@@ -15,6 +15,7 @@ from mini_trainer.data.tokenized.fetched import download_data_sets, fetch_sets, 
 from mini_trainer.data.tokenized.sidecar import find_outputs, locked
 from mini_trainer.distributed.children import end_child, start_child
 from mini_trainer.distributed.ending import ExitCode, log
+from mini_trainer.distributed.hang import LONGEST
 from mini_trainer.distributed.messages import hide_in, print_as_is
 from mini_trainer.distributed.watch import RunControl
 from mini_trainer.distributed.world import World, call_on_rank0
@@ -91,9 +92,9 @@ def run_process_data(values: Mapping[str, Any], output_file: Path) -> None:
 
 def make_data_local(options: TrainOptions, world: World, control: RunControl) -> TrainOptions:
     """The options with local paths of data sets in place of rows and URLs. All ranks call this."""
-    with control.slow("the tokenization of the rows"):  # by rank 0, while the others wait
+    with control.slow("the tokenization of the rows", least=LONGEST):  # by rank 0, while the others wait
         options = replace_options(options, **call_on_rank0(world, lambda: find_data(options)))
-    with control.slow("the copying of data sets"):
+    with control.slow("the copying of data sets", least=LONGEST):
         beside, cache_dir = list_scores(options.teacher), options.data_cache_dir
         found = download_data_sets(list_data_sets(options), world, cache_dir=cache_dir, beside=beside)
     return replace_options(options, **unwrap(found, options))

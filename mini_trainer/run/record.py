@@ -5,6 +5,7 @@ run's. Imports nothing heavy, so that a start can ask first.
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ def find_owner(
     a run that --resume none would write over. The run's own data and cache, `own_paths`, may be there, and with a run
     that is resumed any other files."""
     if is_resumed:
-        return read_params(output_dir) if (output_dir / PARAMS_FILE).exists() else None
+        with suppress(OSError, ValueError):  # the start writes a new one, with a warning
+            return read_params(output_dir)
+        return None
     own = list_own_entries(output_dir, own_paths)
     entries = [
         entry

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mini_trainer.data.stores.disk import check_output_dir, remove_leftovers
 from mini_trainer.distributed.ending import ExitCode, Flag, RunError, log
+from mini_trainer.distributed.hang import LONGEST
 from mini_trainer.distributed.messages import hide_in, shows_progress
 from mini_trainer.distributed.process import count_local_ranks
 from mini_trainer.distributed.watch import RunControl
@@ -205,7 +206,8 @@ class RunDirectory:
                 self.checkpointer.finish()
             except RunError as error:
                 return f"; nor can the run be saved: {error}"
-        return f"; {checkpoint} is complete: the same command exports it"
+        change = "" if self.options.resume in ("auto", "strict") else " with --resume auto"
+        return f"; {checkpoint} is complete: the same command{change} continues there"
 
     def close(self, exports: Exports, *, stop: tuple[ExitCode, str] | None) -> tuple[ExitCode, str] | None:
         """Waits for the last checkpoint; records that the run is done, unless there was a stop.
@@ -215,7 +217,7 @@ class RunDirectory:
             log.warning(f"warning: {missing}")
         with self.control.slow("the last checkpoint"):
             self.checkpointer.close()
-        with self.control.slow("the end of trackers and uploads"):
+        with self.control.slow("the end of trackers and uploads", least=LONGEST):
             self.log.write_end(None if stop is None else stop[1])
             self.log.close()
             for uploads in exports.uploads:

@@ -188,7 +188,12 @@ def make_aside(target: Path, needed_bytes: int, *, what: str, begun: set[Path] |
 
 def count_free(directory: Path) -> int:
     """Bytes that are free on the disk of a directory, or of what exists above it."""
-    return shutil.disk_usage(next(path for path in (directory, *directory.absolute().parents) if path.is_dir())).free
+    return shutil.disk_usage(find_existing(directory)).free
+
+
+def find_existing(directory: Path) -> Path:
+    """The directory, or the nearest above it that exists."""
+    return next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
 
 
 def check_room(directory: Path, needed_bytes: int, what: str) -> None:

@@ -46,6 +46,7 @@ CARD_FILE = "README.md"
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", CARD_FILE]  # config, tokenizer, model card
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 COMMIT = re.compile("[0-9a-f]{40}")
+UNUSED, UNUSED_OR_HEAD = re.compile(r"(^|\.)mtp\."), re.compile(r"(^|\.)mtp\.|lm_head\.")
 TOWERS = re.compile("vision|visual|audio|projector")  # in names of tensors outside of the language model
 MODEL_FLAG = "--model-name-or-path"  # for messages, unless a script uses another option
 
@@ -261,16 +262,17 @@ def list_weights(path: Path) -> list[str]:
     return read_index(path / INDEX) if (path / INDEX).exists() else []
 
 
-def count_values(path: Path) -> tuple[int, int]:
+def count_values(path: Path, *, has_head: bool) -> tuple[int, int]:
     """Numbers in a model's weight files, by their headers, and how many of them are of its language model. Of a
-    quantized model those that are stored, of a head that is tied to the embedding none."""
+    quantized model those that are stored; without its predictions of several tokens, and without a head that is tied
+    to the embedding, or not used."""
     total, of_text = 0, 0
-    is_tied = read_object(path / CONFIG).get("tie_word_embeddings", False)
+    left_out = UNUSED if has_head and not read_object(path / CONFIG).get("tie_word_embeddings") else UNUSED_OR_HEAD
     for name in list_weights(path):
         with open_regular(path / name) as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for tensor, layout in header.items():
-            if tensor != "__metadata__" and not (is_tied and tensor.endswith("lm_head.weight")):
+            if tensor != "__metadata__" and not left_out.search(tensor):
                 total += (count := math.prod(layout["shape"]))
                 of_text += 0 if TOWERS.search(tensor) else count
     return total, of_text
