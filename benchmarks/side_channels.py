@@ -411,7 +411,8 @@ class Exchanges:
             self.directory / "checkpoints", world=self.worlds[rank], num_kept=1, is_async=False
         )))  # fmt: skip
         for step, what in ((1, "a checkpoint"), (2, "a checkpoint, and the older one's removal")):
-            content = {"position": {"step": step, "num_samples": 0, "num_tokens": 0}, "identity": {}}
+            position = dict(step=step, num_samples=0, num_tokens=0, num_in_step=0)
+            content = {"position": position, "identity": {}}
             save = lambda rank, step=step, content=content: savers[rank].save(states[rank], step=step, state=content)  # noqa: E731
             must_succeed(self.simulation.measure(what, save))
         found = must_succeed(

@@ -25,7 +25,7 @@ from mini_trainer.sampler import draw_samples
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 PROMISE = 10.0  # seconds within which all ranks are gone
-NUM_SAMPLES, BATCH_SIZE, SEED, HANG_TIMEOUT = 4000, 8, 5, 6
+NUM_SAMPLES, BATCH_SIZE, SEED, HANG_TIMEOUT = 4000, 8, 5, 10
 LONG_STEP, LONGEST = 60, 8192  # the step, from 1, that draws the one long sample; its tokens
 
 

@@ -7,6 +7,7 @@ flight recorder keeps the last ones (TORCH_FR_BUFFER_SIZE). Reads no source file
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -161,9 +162,10 @@ def end_silent(silent: Iterable[Process], host: str) -> list[str]:
 
 
 def is_rank(pid: int, rank: int) -> bool:
-    """Whether a process was started as this rank; False if it is gone, or another user's."""
+    """Whether a process of the same parent is this rank: it was not started as another one, and is not this process."""
     with contextlib.suppress(OSError):
-        return b"\0RANK=%d\0" % rank in b"\0" + read_bytes(Path(f"/proc/{pid}/environ"))
+        found = re.search(rb"\0RANK=(\d+)\0", b"\0" + read_bytes(Path(f"/proc/{pid}/environ")))
+        return pid != os.getpid() and (found is None or int(found[1]) == rank)
     return False
 
 

@@ -262,6 +262,11 @@ class Watch:
             self._conclude_hang()
 
     def _conclude_hang(self) -> None:
+        if not hang.is_hanging(self.peers, self.clock, self.hang_timeout, is_rank0=self.rank == 0):
+            self.has_asked = False  # it was only slow, and has answered
+            for peer in self.peers.values():
+                peer.stand = None
+            return
         self._conclude(self.make_cause(ending.ExitCode.HANG, hang.describe_hang(self.peers, self.clock)))
 
     def _write_down(self, stand: hang.Stand) -> None:
