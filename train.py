@@ -40,6 +40,7 @@ import torch.distributed as dist
 from mini_trainer.distributed.agreement import compare_ranks
 from mini_trainer.distributed.devices import peak_flops
 from mini_trainer.distributed.ending import ExitCode, log
+from mini_trainer.distributed.lifeline import is_one_node
 from mini_trainer.distributed.world import (
     World,
     call_on_each_node,
@@ -56,6 +57,7 @@ from mini_trainer.run.end_report import describe_continuing, describe_result
 from mini_trainer.run.exports import Exports
 from mini_trainer.run.identity import describe_run, flatten_with_urls
 from mini_trainer.run.metrics import StepMeter
+from mini_trainer.run.preflight import check_start
 from mini_trainer.run.run_directory import RunDirectory
 from mini_trainer.run.run_model import build_run_model, find_fewer_tokens, make_average, settle_auto_options
 from mini_trainer.run.start import make_data_local, open_inputs, settle_by_device
@@ -176,6 +178,8 @@ if __name__ == "__main__":
         )  # first, also in a plan: --dry-run is compared
         connect_lifeline(world, control)
         world = divide_world(world, options.sharding)
+        if not is_one_node():  # else `begin` has checked it
+            call_on_rank0(world, lambda: check_start(options))
         options = make_data_local(options, world, control)
         code, message, afterword = train(options, world, control)
         dist.destroy_process_group()

@@ -209,7 +209,7 @@ def test_a_finished_run_resumed_from_its_own_earlier_checkpoint_is_not_refused(g
     assert start(given, resume=str(finished / "checkpoints" / "step_2"), max_steps=5) is None
 
 
-@pytest.mark.parametrize("change", ["exit", "models", "data", "cwd"])
+@pytest.mark.parametrize("change", ["exit", "models", "data", "cwd", "starts"])
 def test_what_a_start_would_look_at_is_not_done(change, given, finished, tmp_path, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(finished, run, symlinks=True)
@@ -220,6 +220,8 @@ def test_what_a_start_would_look_at_is_not_done(change, given, finished, tmp_pat
     assert start(given, output_dir=run).startswith("done already")
     if change == "exit":
         (run / "exit.json").write_text('{"code": 2}')  # of a later start
+    if change == "starts":  # a damaged record
+        (run / "training_params.json").write_text(json.dumps(params | {"starts": []}))
     if change == "models":
         shutil.rmtree(run / "hf_format")
     if change == "cwd":

@@ -325,8 +325,10 @@ def test_a_dry_run_measures_a_step_and_leaves_nothing(objective, request, tmp_pa
 
 @pytest.mark.wide
 def test_auto_settings_are_planned_by_the_room_there_is(plan):
-    kept = "none activation checkpointing, --reshard-after-forward never, --reshard-after-backward never, "
-    freed = "full activation checkpointing, --reshard-after-backward always, "
+    kept = (
+        "none activation checkpointing, eager kernels, --reshard-after-forward never, --reshard-after-backward never, "
+    )
+    freed = "full activation checkpointing, eager kernels, --reshard-after-backward always, "
     for budget, words in ((80, kept), (0.0005, freed)):
         _, text = plan(activation_checkpointing="auto", kernels="eager", plan_for="2xH100", memory_budget_gb=budget)
         assert words in text, text

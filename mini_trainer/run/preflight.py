@@ -61,7 +61,10 @@ def check_start(options: TrainOptions) -> str | None:
 
 
 def begin(options: TrainOptions) -> None:
-    """Ends this process with one message for what `check_start` refuses, and for a run that is done."""
+    """Ends this process with one message for what `check_start` refuses, and for a run that is done. Ranks of several
+    nodes, which have other disks, ask together later."""
+    if not is_one_node():
+        return
     with ending_with_message(when_interrupted="interrupted"):
         done = check_start(options)
     if done is not None:
@@ -74,10 +77,14 @@ def check_directory(options: TrainOptions) -> dict[str, Any] | None:
     """The record of the run in --output-dir; None if it holds none. ValueError for what is not this run's."""
     output_dir, resume = Path(options.output_dir), options.checkpoints.resume
     check_output_dir(output_dir)
-    values, checkpoints = flatten_options(options), list_own_checkpoints(output_dir, resume)
-    own = [path for paths in list_data_sets(options).values() for path in paths]
-    own += [*options.rows.input_file, values["data_cache_dir"], values["osft_cache_dir"]]
-    params = record.find_owner(output_dir, resume, own, is_resumed=bool(checkpoints))
+    params = None
+    if checkpoints := list_own_checkpoints(output_dir, resume):
+        with contextlib.suppress(OSError, ValueError):  # the start writes a new one, with a warning
+            params = record.read_params(output_dir)
+    else:
+        own = [path for paths in list_data_sets(options).values() for path in paths]
+        own += [*options.rows.input_file, options.data_cache_dir, options.osft.osft_cache_dir]
+        params = record.find_owner(output_dir, resume, own)
     if params is None:
         return None
     changes: dict[str, str] = {}
@@ -145,15 +152,18 @@ def describe_done(options: TrainOptions, params: dict[str, Any]) -> str | None:
 def has_newer_inputs(params: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     """Whether what the options name may have changed since the run's last start: files and directories that are newer,
     another directory that paths are relative to, and everything that is elsewhere."""
-    start = params["starts"][-1]
+    try:
+        directory, started = (params["starts"][-1][name] for name in ("directory", "started"))
+        begun = datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (LookupError, TypeError, ValueError):  # a damaged record
+        return True
     is_elsewhere = not os.path.isdir(values["model_name_or_path"]) or values["input_dataset"] is not None
     texts = [text for value in values.values() for text in (value if isinstance(value, list) else [value])]
     named = [text for text in texts if isinstance(text, str)]
-    if is_elsewhere or any(map(is_url, named)) or start.get("directory") != os.getcwd():
+    if is_elsewhere or any(map(is_url, named)) or directory != os.getcwd():
         return True
     paths = [path for path in named if os.path.exists(path) and Path(path) != Path(values["output_dir"])]
     paths += [file.path for path in filter(os.path.isdir, paths) for file in os.scandir(path)]
-    begun = datetime.strptime(start["started"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
     return any(max(os.stat(path).st_ctime, os.lstat(path).st_ctime) > begun for path in paths)
 
 

@@ -5,7 +5,6 @@ run's. Imports nothing heavy, so that a start can ask first.
 import json
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,9 @@ MOST_SHOWN = 3  # files that a message names
 MOST_BYTES_OF_LINE = 1_000_000  # of a metrics file
 
 
-def find_owner(
-    output_dir: Path, resume: str, own_paths: Sequence[str], *, is_resumed: bool = False
-) -> dict[str, Any] | None:
+def find_owner(output_dir: Path, resume: str, own_paths: Sequence[str]) -> dict[str, Any] | None:
     """The record of the run in this directory; None if it holds none. ValueError for files that are no run's, and for
-    a run that --resume none would write over. The run's own data and cache, `own_paths`, may be there, and with a run
-    that is resumed any other files."""
-    if is_resumed:
-        with suppress(OSError, ValueError):  # the start writes a new one, with a warning
-            return read_params(output_dir)
-        return None
+    a run that --resume none would write over. The run's own data and cache, `own_paths`, may be there."""
     own = list_own_entries(output_dir, own_paths)
     entries = [
         entry

@@ -6,13 +6,11 @@ Errors are collected, so that all of them are reported at once.
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from mini_trainer.data.columns.base import CAUSAL_LM, COLUMNS, VISION, DataTask
-from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.data.stores.model_files import find_model
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
@@ -188,7 +186,6 @@ def make_data_local(options: TrainOptions, world: World, control: RunControl) ->
     """The options with rank 0's local data sets in place of rows and URLs. All ranks call this."""
     if not call_on_rank0(world, lambda: names_raw_data(options)):
         return options
-    call_on_rank0(world, lambda: check_output_dir(Path(options.output_dir)))  # before the work of tokenizing
     from mini_trainer.run import raw_rows
 
     return raw_rows.make_data_local(options, world, control)

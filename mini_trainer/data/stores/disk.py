@@ -160,11 +160,6 @@ def locked(path: Path, *, flags: int = os.O_RDWR | os.O_CREAT, waits: bool = Tru
         os.close(file)
 
 
-def with_spare(num_bytes: int) -> int:
-    """What has to be free on the disk for files of this size."""
-    return num_bytes + num_bytes // SPARE_SHARE
-
-
 def make_aside(target: Path, needed_bytes: int, *, what: str, begun: set[Path] | None = None) -> Path:
     """Creates an empty hidden directory next to `target`, for writing the new `what`; OSError if the disk is too full.
 
@@ -198,9 +193,10 @@ def find_existing(directory: Path) -> Path:
 
 def check_room(directory: Path, needed_bytes: int, what: str) -> None:
     """OSError, without a number, if the disk of `directory` has no room for `what`."""
-    if (free := count_free(directory)) < with_spare(needed_bytes):
+    needed = needed_bytes + needed_bytes // SPARE_SHARE
+    if (free := count_free(directory)) < needed:
         raise OSError(
-            f"no room for {what}: it needs {with_spare(needed_bytes):,} bytes (a twentieth of them to spare), the disk"
+            f"no room for {what}: it needs {needed:,} bytes (a twentieth of them to spare), the disk"
             f" has {free:,} free: free some, or write to another disk"
         )
 

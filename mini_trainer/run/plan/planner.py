@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.averages import find_first_step
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.model.sharding import list_resharding
 from mini_trainer.objectives.objective import TeacherModel
 from mini_trainer.options import (
     CheckpointOptions,
@@ -63,7 +62,7 @@ from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
 from mini_trainer.run.plan import memory
 from mini_trainer.run.plan.memory import Findings, PlannedRun, Target
 from mini_trainer.run.plan.simulation import PlannedModel, Ranks, lay_out_model
-from mini_trainer.run.preflight import DiskUse, check_directory
+from mini_trainer.run.preflight import SETTLED, DiskUse, check_directory
 from mini_trainer.run.raw_rows import find_local_data
 from mini_trainer.run.record import check_unused
 from mini_trainer.run.references import find_unscored
@@ -132,8 +131,7 @@ def choose_step_options(options: TrainOptions) -> StepOptions:
 def list_changes(settled: StepOptions, options: TrainOptions) -> dict[str, Any]:
     """The values of options that may have been auto, and local paths of data sets in place of rows and URLs."""
     of_step, values = flatten_options(settled), flatten_options(options)
-    chosen = {name: of_step[name] for name in ("activation_checkpointing", "max_tokens_per_gpu", "kernels")}
-    return chosen | list_resharding(settled.sharding) | {name: values[name] for name in list_data_sets(options)}
+    return {name: of_step[name] for name in SETTLED} | {name: values[name] for name in list_data_sets(options)}
 
 
 def find_target(
@@ -298,7 +296,9 @@ def plan_disk(
         f" written), {counted}{of_averages} of {export_bytes / 1e9:,.2f} GB: {use.total / 1e9:,.2f} GB;"
         f" {count_free(output_dir) / 1e9:,.2f} GB free"
     )
-    findings.problems.attempt(lambda: use.check(output_dir))
+    num_replaced = min(num_kept, len(find_checkpoints(output_dir / "checkpoints")))  # by those that will be written
+    left = replace(use, num_checkpoints=use.num_checkpoints - num_replaced)
+    findings.problems.attempt(lambda: left.check(output_dir))
 
 
 @dataclass(frozen=True)
