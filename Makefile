@@ -3,6 +3,7 @@
 #                   the extra test-all
 # make test-rest    sets up and runs the others, and those that take long, with every such package
 # make test-all     both
+# make mutants      whether those tests notice faults that are put into the program, one at a time (tests/mutation/)
 # make docs         builds the documentation: build/docs/site/index.html
 # make lint         checks lint rules, formatting and types
 
@@ -17,7 +18,7 @@ NUM_GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 NUM_PROCESSES := $(if $(filter 0,$(NUM_GPUS)),2,$(NUM_GPUS))
 PYTEST = HF_HOME=$(CURDIR)/.venv/hf $(BIN)/python -m pytest $(shell sed -n 's/^flags = //p' tox.ini) --durations=30
 
-.PHONY: quickstart test test-rest test-all docs lint clean
+.PHONY: quickstart test test-rest test-all mutants docs lint clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/installed-quickstart
@@ -38,6 +39,9 @@ test-rest: .venv/installed-test-all
 	MINI_TRAINER_TEST_ALL=1 $(PYTEST) -m "(long or heavy) and not wide"
 
 test-all: test test-rest
+
+mutants: .venv/installed-test
+	$(BIN)/python tests/mutation/run_mutants.py
 
 docs: .venv/installed-zensical
 	$(BIN)/python docs/site/build_site.py

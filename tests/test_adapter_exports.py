@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import check_same, copy_until
 from tiny_classifiers import CLASSIFIERS, make_class_samples, save_base, write_classified
 from tiny_data import make_samples, read_lines, write_counting_chats, write_jsonl, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, change_json, save_model, save_tokenizer
 from tiny_pairs import write_pairs
 from tiny_vision import save_vision_model
 from transformers import (
@@ -86,6 +86,7 @@ def test_an_adapter_has_the_stop_tokens_and_the_template_of_a_merged_export(base
     both = train(world, base, data, tmp_path / "both", lora_export="both")
     alone = train(world, base, data, tmp_path / "alone", lora_export="adapter")
     assert read_files(alone) == read_files(both / "adapter") == read_files(merged) == read_files(both)
+    assert {weight.dtype for weight in weights_of(alone).values()} == {torch.float32}  # beside a model in bf16
     taught = json.loads(Path(f"{data}.meta.json").read_text())["stop_token_id"]
     own = GenerationConfig.from_pretrained(alone)
     assert taught != GenerationConfig.from_pretrained(base).eos_token_id
@@ -202,10 +203,12 @@ def test_settings_that_transformers_ignores_do_not_stop_an_export(ignored, base,
     model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     config = {"eos_token_id": 2, "do_sample": False} | ignored
     (model / "generation_config.json").write_text(json.dumps(config))
+    change_json(model / "config.json", pad_token_id=5)  # another than the tokenizer's
     exported = export(model, tmp_path / "export", world)
     found = GenerationConfig.from_pretrained(exported).to_dict()
     assert {name: found[name] for name in ignored} == ignored
-    assert found["pad_token_id"] == AutoTokenizer.from_pretrained(model).pad_token_id
+    pads = (found["pad_token_id"], AutoConfig.from_pretrained(exported).pad_token_id)
+    assert set(pads) == {AutoTokenizer.from_pretrained(model).pad_token_id}
 
 
 RUN = dict(

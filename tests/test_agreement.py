@@ -1,5 +1,6 @@
 """Ranks that would not do the same end together at the start, with what differs; late ranks are named."""
 
+import copy
 import hashlib
 import json
 import random
@@ -7,9 +8,11 @@ import re
 import shutil
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from breadth import wide
 from data_runs import tokenize_rows
 from forked import run_forked, succeed
@@ -43,7 +46,7 @@ from mini_trainer.options import (
     list_identifying_options,
 )
 from mini_trainer.run.start import open_inputs
-from mini_trainer.run.start_checks import describe_inputs, describe_start
+from mini_trainer.run.start_checks import describe_data, describe_inputs, describe_start
 from mini_trainer.sampler import RunPosition
 
 NUM_RANKS = 1024
@@ -184,6 +187,45 @@ def test_each_thing_that_a_rank_reads_is_compared(root, world, tmp_path):
         describe(root, world, **osft, osft_calibration_data=str(root / f"{name}.arrow")) for name in ("data", "other")
     ]
     assert list_differences(*remembered) == {"method: --osft-calibration-data"}
+
+
+def test_each_setting_of_a_rank_is_compared(world, monkeypatch):
+    def start(at=world, **options: object) -> dict[str, str]:
+        made = group_options(TrainOptions, model_name_or_path="", output_dir="", **options)
+        groups = describe_start(flatten_options(made), at)
+        return {f"{group}: {name}": value for group, items in groups.items() for name, value in items.items()}
+
+    here = start()
+    for changes in (dict(learning_rate=0.5), dict(resume="none"), dict(continue_from="run"), dict(seed=7)):
+        assert list_differences(here, start(**changes)) == {f"options: {flag_name(*changes)}"}
+    assert start(resume="a", continue_from="c") == start(resume="b", continue_from="d")
+    assert list_differences(here, start(replace(world, device=torch.device("meta")))) == {"environment: device"}
+    for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+                 "ATEN_CPU_CAPABILITY", "MKL_CBWR", "TORCHDYNAMO_DISABLE"):  # fmt: skip
+        with monkeypatch.context() as context:
+            context.setenv(name, "7")
+            assert list_differences(here, start()) == {f"environment: {name}"}
+    monkeypatch.setattr("platform.python_version", lambda: "2.7")
+    assert list_differences(here, start()) == {"code: python"}
+
+
+def test_each_fact_of_a_data_set_is_compared(root):
+    data = TokenizedData(root / "data.arrow")
+    data.sidecar = {"format": 1, "file": {"sha256": "a" * 64}, "tokenizer_dir": "here"}
+    here = describe_data(data, is_verified=True)
+    for change, name in (
+        (dict(sidecar=data.sidecar | {"file": {"sha256": "b" * 64}}), "SHA-256 in the sidecar"),
+        (dict(sidecar=data.sidecar | {"format": 2}), "other keys of the sidecar"),
+        (dict(sidecar={**data.sidecar, "tokenizer_dir": None}), "other keys of the sidecar"),
+        (dict(kept=data.kept[1:]), "samples"),
+    ):
+        other = copy.copy(data)
+        vars(other).update(change)
+        assert name in list_differences(here, describe_data(other, is_verified=True))
+    moved = copy.copy(data)
+    moved.sidecar = data.sidecar | {"versions": {}, "sources": [], "tokenizer_dir": "there"}
+    assert describe_data(moved, is_verified=True) == here
+    assert here["SHA-256"] == hashlib.sha256((root / "data.arrow").read_bytes()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("changed", ["config.json", "generation_config.json", "tokenizer_config.json", "chat template"])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from breadth import wide
 from forked import run_forked
 from in_process import train_forked, train_here
 from processes import ROOT, flags, run, torchrun
@@ -19,16 +18,8 @@ from tiny_data import read_lines
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.options import ShardingOptions, TrainOptions, group_options
 from mini_trainer.options.doors import CHECKPOINTING
-from mini_trainer.run.auto_settings import (
-    TOKEN_MULTIPLE,
-    MemoryCounter,
-    Probe,
-    Room,
-    choose_mode,
-    extrapolate,
-    find_largest,
-    has_room_gathered,
-)
+from mini_trainer.run import auto_settings
+from mini_trainer.run.auto_settings import TOKEN_MULTIPLE, MemoryCounter, Probe, Room, extrapolate, find_largest
 from mini_trainer.run.start import open_inputs
 from mini_trainer.sampler import RunPosition
 
@@ -107,12 +98,11 @@ def test_too_little_memory_names_the_longest_sample(inputs, world, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
-@pytest.mark.parametrize("gives_back", [False, wide(True)])
-def test_with_a_budget_freed_memory_is_given_back(gives_back):
-    code = f"""
+def test_with_a_budget_freed_memory_is_given_back():
+    code = """
 import torch
 from mini_trainer.distributed.devices import give_back_freed_memory, resident_memory
-if {gives_back}: give_back_freed_memory()
+give_back_freed_memory()
 torch.ones(5_000_000)  # a large block that is freed makes malloc keep smaller ones from then on
 before = resident_memory()
 blocks = [torch.ones(250_000) for _ in range(200)]
@@ -120,9 +110,7 @@ blocks = blocks[-1:]  # below which nothing can be given back
 print((resident_memory() - before) / 2e8)
 """
     result = run([sys.executable, "-c", code])
-    assert result.returncode == 0, result.stderr
-    share = float(result.stdout)
-    assert share < 0.1 if gives_back else share > 0.5
+    assert result.returncode == 0 and float(result.stdout) < 0.1, result.stderr
 
 
 @pytest.mark.wide
@@ -187,7 +175,7 @@ def test_what_takes_least_time_for_a_token_is_taken(tokens, seconds, expected):
         tried.append(mode)
         return rooms[mode]
 
-    mode, room = choose_mode(find, CHECKPOINTING, enough=1000, is_timed=True)
+    mode, room = auto_settings.choose_mode(find, CHECKPOINTING, enough=1000, is_timed=True)
     assert (mode, room) == (expected, rooms[expected])
     assert tried == list(CHECKPOINTING[: len(tokens)])
 
@@ -228,7 +216,7 @@ def test_only_what_is_made_counts():
 def test_weights_stay_gathered_where_all_of_them_have_room(given, left, expected):
     room = None if left is None else Room(100, [Probe(50, 0, 0, -left - 50), Probe(75, 0, 0, -left - 25)])
     sharding = ShardingOptions(**given)
-    has_room = room is not None and has_room_gathered(room, sharding, weights_bytes=1000)
+    has_room = room is not None and auto_settings.has_room_gathered(room, sharding, weights_bytes=1000)
     chosen = choose_resharding(sharding, has_room=has_room)
     assert chosen == {f"reshard_after_{name}": v for name, v in zip(WHEN, expected, strict=True) if v is not None}
 

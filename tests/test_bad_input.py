@@ -1,6 +1,7 @@
 """What a user can get wrong: one message, a non-zero exit, no traceback of ours, and nothing that hangs."""
 
 import json
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from forked import run_forked
 from processes import flags
 from tiny_data import make_samples, to_row, write_rows, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import VOCAB_SIZE
+from transformers import AutoTokenizer
 
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 
@@ -45,24 +47,19 @@ def test_an_output_directory_that_holds_another_run(num_ranks, inputs, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["training_params.json"]
 
 
-def test_a_model_path_that_leads_nowhere(inputs, tmp_path):
-    check_refusal(train(inputs, tmp_path / "run", model_name_or_path=tmp_path / "none"), "there is no such directory")
-    config = Path(inputs["model_name_or_path"], "config.json")
-    check_refusal(train(inputs, tmp_path / "run", model_name_or_path=config), "is a file")
-
-
-def test_a_model_that_is_none(inputs, tmp_path):
-    model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
-    (model / "config.json").write_text('{"model_type": "no_such_type"}')
-    check_refusal(train(inputs, tmp_path / "run", model_name_or_path=model), "no usable config")
-
-
-def test_a_model_without_weights(inputs, tmp_path):
-    model = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
-    (model / "model.safetensors").unlink()
-    check_refusal(
-        train(inputs, tmp_path / "run", num_ranks=2, model_name_or_path=model), "model: no weights: there is neither"
-    )
+@pytest.mark.parametrize(
+    ("spoil", "reason", "num_ranks"),
+    [
+        (lambda model: model.rename(model.parent / "other"), "there is no such directory", 0),
+        (lambda model: (model.rename(model.parent / "other"), model.touch()), "is a file", 0),
+        (lambda model: (model / "config.json").write_text('{"model_type": "no_such_type"}'), "no usable config", 0),
+        (lambda model: (model / "model.safetensors").unlink(), "model: no weights: there is neither", 2),
+    ],
+)
+def test_a_model_that_is_none(spoil, reason, num_ranks, inputs, tmp_path):
+    model = shutil.copytree(inputs["model_name_or_path"], tmp_path / "model")
+    spoil(model)
+    check_refusal(train(inputs, tmp_path / "run", num_ranks=num_ranks, model_name_or_path=model), reason)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +73,6 @@ def test_a_model_without_weights(inputs, tmp_path):
     ],
 )
 def test_data_for_another_tokenizer(sidecar, reason, inputs, tmp_path):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(inputs["model_name_or_path"])
     data = write_samples(tmp_path / "data.arrow", make_samples(20, vocab_size=VOCAB_SIZE))
     good = {"tokenizer_fingerprint": fingerprint_tokenizer(tokenizer), "max_token_id": VOCAB_SIZE - 1}

@@ -109,6 +109,8 @@ def test_pairs_and_triples_that_fill_the_cap_are_found():
     lengths = [6, 5, 5, 4, 4, 4, 3, 3, 3, 3]
     assert sum(lengths) == 4 * 10
     assert len(pack_batch(lengths, 10, 1)) == 4
+    lengths = [9, 9, 9, 8, 7, 7, 6, 6, 6, 5, 4, 4]  # nor do exchanges find these
+    assert sum(lengths) == 4 * 20 and len(pack_batch(lengths, 20, 1)) == 4
     rng = np.random.default_rng(0)
     first = rng.integers(250, 501, 60)
     second = rng.integers(250, 751 - first)
@@ -195,7 +197,9 @@ def draw_images(lengths, cap, seed, share=0.6):
 @example(([5], 5, 4, 0.0), None, None)
 @example(([7] * 50, 21, 3, 0.0), None, None)
 @example(([100] + [1] * 40, 100, 2, 1.0), None, None)  # an outlier fixes the cost of a step
+@example(([45] + [1] * 53, 50, 2, 1.0), None, None)  # by cost alone all short ones would lie in one bin
 @example(([5, 5], 10, 1, 0.0), 4, 0)
+@example(([1, 1, 9, 8], 10, 3, 0.01), 20, 16)  # a swap whose one half does not fit
 def test_table_keeps_the_contract(problem, image_cap, seed):
     lengths, cap, num_ranks, attention_cost = problem
     images = None if seed is None else draw_images(lengths, image_cap, seed)

@@ -26,18 +26,9 @@ from run_directories import make_validation, write_run
 from small_runs import OPTIONS, make_inputs
 from tiny_data import read_lines, write_jsonl
 
-from mini_trainer.options import DEFAULT_BATCH_SIZE
 from mini_trainer.options.reading import MOST_BYTES, open_regular
 from mini_trainer.use.plots import board, run_files
-from mini_trainer.use.plots.board import (
-    MOST_COMPARED,
-    Board,
-    BoardServer,
-    estimate_seconds_left,
-    find_runs,
-    find_share,
-    read_tail,
-)
+from mini_trainer.use.plots.board import MOST_COMPARED, Board, BoardServer, find_runs, read_tail
 from mini_trainer.use.plots.run_files import MAX_LINE_BYTES, MetricsReader, open_runs
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
@@ -47,10 +38,6 @@ HOSTILE = "<img src=x onerror=alert(1)> 'quote' %2e%2e"
 def read_board(folder: Path) -> dict[str, dict]:
     """The rows by name."""
     return {row["name"]: row for row in Board(folder).read()["runs"]}
-
-
-def write_end(path: Path, code: int, name: str, message: str) -> None:
-    (path / "exit.json").write_text(json.dumps({"code": code, "name": name, "message": message}))
 
 
 # ---- what the table says
@@ -86,9 +73,9 @@ def test_of_a_long_file_only_the_end_is_read(tmp_path):
 )
 def test_the_share_that_is_done_is_that_of_the_first_end(options, identity, share):
     row = {"step": 10.0, "epoch": 1.0, "total_samples_accumulated": 80.0, "total_tokens_accumulated": 800.0}
-    found = find_share(row, {"options": options, "identity": identity})
+    found = board.find_share(row, {"options": options, "identity": identity})
     assert math.isnan(found) if share is None else found == share
-    assert math.isnan(find_share({}, {"options": {"max_steps": 3}}))
+    assert math.isnan(board.find_share({}, {"options": {"max_steps": 3}}))
 
 
 def test_the_settings_of_a_run_and_what_somebody_wrote_about_it(tmp_path):
@@ -111,7 +98,7 @@ def test_the_settings_of_a_run_and_what_somebody_wrote_about_it(tmp_path):
     assert found == {
         "plain": ["full", 1e-3, 32, False],
         "tokens": ["osft", 2.5e-4, 65536, True],
-        "default": ["lora", 1e-3, DEFAULT_BATCH_SIZE, False],
+        "default": ["lora", 1e-3, 128, False],
         "odd": ["qlora, preference", None, None, False],
         "torn": ["", None, None, False],
     }
@@ -131,9 +118,9 @@ def test_notes_may_be_there_before_the_run(world, tmp_path):
 
 def test_the_time_left_is_what_the_last_steps_need():
     tail = [{"step": float(step), "time_per_batch": 2.0, "data_wait_seconds": 0.5} for step in range(11, 21)]
-    assert estimate_seconds_left(tail, {"options": {"max_steps": 100}}) == pytest.approx(80 * 2.5)
-    assert math.isnan(estimate_seconds_left(tail[:1], {"options": {"max_steps": 100}}))
-    assert math.isnan(estimate_seconds_left(tail, {}))
+    assert board.estimate_seconds_left(tail, {"options": {"max_steps": 100}}) == pytest.approx(80 * 2.5)
+    assert math.isnan(board.estimate_seconds_left(tail[:1], {"options": {"max_steps": 100}}))
+    assert math.isnan(board.estimate_seconds_left(tail, {}))
 
 
 def test_runs_are_found_at_any_depth_but_not_in_runs_or_behind_links(tmp_path):
@@ -153,13 +140,15 @@ def test_every_state_by_the_files_alone(tmp_path):
     ends = {"oom": (9, "out_of_memory"), "time": (3, "saved_and_requeue"), "user": (10, "stopped_by_user"),
             "early": (130, "interrupted"), "refused": (2, "bad_input")}  # fmt: skip
     for name, (code, what) in ends.items():
-        write_end(write_run(tmp_path / name, num_steps=3, finished=False), code, what, f"why {name}")
+        path = write_run(tmp_path / name, num_steps=3, finished=False)
+        (path / "exit.json").write_text(json.dumps({"code": code, "name": what, "message": f"why {name}"}))
     write_run(tmp_path / "finished", num_steps=3)
     write_run(tmp_path / "copied", num_steps=3, finished=False)
-    for name, age in (("running", 0), ("killed", 3600)):
+    for name, age in (("running", 0), ("killed", 3600)):  # the latter's exit.json is torn
         lock = write_run(tmp_path / name, num_steps=3, finished=False, options={"max_steps": 6}) / ".lock"
         lock.touch()
         os.utime(lock, (time.time() - age,) * 2)
+    (tmp_path / "killed" / "exit.json").write_text("torn")
     (write_run(tmp_path / "torn", num_steps=3, finished=False) / PARAMS).write_text("{")
     found = {name: (row["state"], row["how"], row["error"]) for name, row in read_board(tmp_path).items()}
     assert found.pop("killed")[:2] == ("crashed", "no heartbeat")
@@ -224,21 +213,18 @@ def test_the_page_allows_only_its_own_parts(server):
     assert server.server_address[0] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("path", ["", "runs", "curves?run=x", "data?run=x"])
-def test_another_hosts_name_is_refused(path, server):
+def test_another_hosts_name_is_refused_but_a_tunnel_may_have_another_port(server):
     port = server.server_port
     for host in ("evil.example", f"evil.example:{port}", f"0.0.0.0:{port}", "localhost.evil.example", "localhost@evil"):
-        assert fetch(server, path, Host=host)[0] == 403
+        for path in ("", "runs", "curves?run=x", "data?run=x"):
+            assert fetch(server, path, Host=host)[0] == 403
+    for host in ("127.0.0.1", "localhost", "localhost:80", "LOCALHOST:9000"):
+        assert fetch(server, "runs", Host=host)[0] == 200
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "localhost:80", "LOCALHOST:9000"])
-def test_a_tunnel_may_have_another_port(host, server):
-    assert fetch(server, "runs", Host=host)[0] == 200
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_only_get_is_answered(method, server):
-    assert fetch(server, "runs", method)[0] == 501
+def test_only_get_is_answered(server):
+    methods = ("POST", "PUT", "DELETE", "PATCH", "OPTIONS")
+    assert {fetch(server, "runs", method)[0] for method in methods} == {501}
 
 
 def test_no_path_of_a_request_leads_to_a_file(server):
@@ -392,7 +378,7 @@ def list_names(browser: Browser) -> list[str]:
 def test_a_browser_sorts_filters_and_compares(browser, server):
     folder = server.board.folder
     odd = write_run(folder / HOSTILE, num_steps=7, finished=False, options=dict(learning_rate=1e-5, batch_tokens=2048))
-    write_end(odd, 9, "out_of_memory", "<b>no room</b>")
+    (odd / "exit.json").write_text('{"code": 9, "name": "out_of_memory", "message": "<b>no room</b>"}')
     (odd / "notes.txt").write_text("<b>a try</b>\nmore of it")
     write_jsonl(odd / "samples_0.jsonl", [dict(step=0, prompt="What?", answer="That.", finish_reason="stop")])
     browser.open(server.address)
@@ -452,15 +438,11 @@ def spoil(path: Path, how: str) -> None:
     path.unlink(missing_ok=True)
     if how == "pipe":
         os.mkfifo(path)
-    elif how == "device":
-        path.symlink_to("/dev/zero")
     else:
-        # Names of sockets are short.
-        with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(path.parent):
-            listener.bind(path.name)
+        path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("how", ["pipe", "device", "socket"])
+@pytest.mark.parametrize("how", ["pipe", "device"])
 @pytest.mark.parametrize("name", [METRICS, VALIDATIONS, PARAMS, "exit.json", ".lock"])
 def test_only_regular_files_of_a_run_are_read(name, how, tmp_path):
     write_run(tmp_path / "good", num_steps=3)

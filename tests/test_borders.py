@@ -81,6 +81,23 @@ def test_answers_of_chats_are_trained_whole(tokenizer):
         assert (row.input_ids != whole) <= (DIVIDED in {remark.kind for remark in row.remarks})
 
 
+def test_a_pair_s_prompt_has_inference_s_tokens_also_where_no_token_spans_the_border():
+    template = (
+        "{% for m in messages %}{{ m.role + '\n\n' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant\n\n' }}{% endif %}"
+    )
+    tokenizer = train_tokenizer(["assistant\n\n", "user\n\n", "Lima"] * 9, vocab_size=300, chat_template=template)
+    chat = Chat([{"role": "user", "content": "Q?"}, {"role": "assistant", "content": "Lima"}])
+    prompt, whole = (
+        tokenizer.apply_chat_template(messages, add_generation_prompt=asks, return_dict=True)["input_ids"]
+        for messages, asks in ((chat.messages[:1], True), (chat.messages, False))
+    )
+    (row,) = ChatMasker(tokenizer).mask([chat], divides=True)
+    rest = row.input_ids[len(prompt) :]
+    assert whole[: len(prompt)] != prompt == row.input_ids[: len(prompt)] and tokenizer.decode(rest) == "Lima<|im_end|>"
+    assert row.labels == [-100] * len(prompt) + rest
+
+
 @pytest.fixture(scope="module")
 def mixed_tokenizer():
     return train_tokenizer(["How many are 12 and 30? 42 user assistant 好 é 😀 the"] * 9, vocab_size=350)

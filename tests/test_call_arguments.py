@@ -18,7 +18,7 @@ from mini_trainer.data.rows.chat_rows import take_images
 from mini_trainer.data.rows.formats import read_example
 from mini_trainer.data.rows.labelled import read_row as read_labelled
 from mini_trainer.data.rows.preference_rows import read_feedback, read_preference
-from mini_trainer.data.rows.prompts import encode_prompt, read_prompt
+from mini_trainer.data.rows.prompts import read_prompt
 from mini_trainer.data.rows.values import read_message
 from mini_trainer.options import RowOptions
 
@@ -102,23 +102,18 @@ def read_pair(row: dict):
     return read_preference(row, RowOptions(), Counter())
 
 
+NO = [{"role": "assistant", "content": "No."}]
 READERS = {
-    "chats": lambda messages: read_chat({"messages": messages, "tools": TOOLS}),
-    "the prompt of a preference": lambda messages: read_pair(
-        {"prompt": messages[:3], "chosen": messages[3:], "rejected": [{"role": "assistant", "content": "No."}]}
+    "chats": lambda said: read_chat({"messages": said, "tools": TOOLS}),
+    "the prompt of a preference": lambda said: read_pair({"prompt": said[:3], "chosen": said[3:], "rejected": NO}),
+    "an answer of a preference": lambda said: read_pair({"prompt": said[:1], "chosen": said[1:], "rejected": NO}),
+    "feedback": lambda said: read_feedback({"messages": said, "label": True}, None, Counter(), options=RowOptions()),
+    "classification": lambda said: read_labelled({"messages": said, "label": "a"}, RowOptions(), is_cell=False),
+    "images": lambda said: read_example(
+        take_images({"messages": said})[0], "messages", is_given=True, takes_images=True
     ),
-    "an answer of a preference": lambda messages: read_pair(
-        {"prompt": messages[:1], "chosen": messages[1:], "rejected": [{"role": "assistant", "content": "No."}]}
-    ),
-    "feedback": lambda messages: read_feedback(
-        {"messages": messages, "label": True}, None, Counter(), options=RowOptions()
-    )[0],
-    "classification": lambda messages: read_labelled({"messages": messages, "label": "a"}, RowOptions(), is_cell=False),
-    "images": lambda messages: read_example(
-        take_images({"messages": messages})[0], "messages", is_given=False, takes_images=True
-    ),
-    "prompts": lambda messages: read_prompt({"messages": messages, "tools": TOOLS}, None).messages,
-    "prompts under another key": lambda messages: read_prompt({"prompt": messages, "tools": TOOLS}, None).messages,
+    "prompts": lambda said: read_prompt({"messages": said, "tools": TOOLS}, None).messages,
+    "prompts under another key": lambda said: read_prompt({"prompt": said, "tools": TOOLS}, None).messages,
 }
 
 
@@ -145,18 +140,6 @@ BAD = {
     '{"a": NaN}': "not JSON: NaN",
     '{"a": 1e400}': "infinity",
 }
-
-
-@pytest.mark.parametrize("name", ["trl:deepseekv3", "trl:qwen3"])
-def test_prompts_are_the_text_that_is_trained(name):
-    """generate.py and evaluate_model.py prompt with transformers' rendering of the form that the template takes."""
-    if name not in TEMPLATES:
-        pytest.skip("needs trl")
-    tokenizer = make_masker(name).tokenizer
-    taken = make_messages(json.dumps(ARGUMENTS, ensure_ascii=False) if name in ONLY_TEXT else ARGUMENTS)[:3]
-    expected = tokenizer.apply_chat_template(taken, add_generation_prompt=True, return_dict=True)["input_ids"]
-    for given in (ARGUMENTS, *TEXTS.values()):
-        assert encode_prompt(read_prompt({"messages": make_messages(given)[:3]}, None), tokenizer) == expected
 
 
 NOTHING = {"tool_calls": None, "name": None, "refusal": None, "audio": None, "function_call": None}

@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
+from mask_oracle import list_trained, list_trained_texts
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -21,28 +23,13 @@ from mini_trainer.data.chat import rendering as chat_rendering
 from mini_trainer.data.chat.conversation import DIVIDED, Chat, Completion, Document, Remark, TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import UnreadableContent
-from mini_trainer.data.chat.tokens import find_token, split_by_training
+from mini_trainer.data.chat.tokens import find_token
 from mini_trainer.data.chat.turns import UnknownPrompt
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_stop_token_ids
 
-# Mistral: the system text moves into the last user turn, there is no generation prompt, only the assistant ends.
-MISTRAL_TEMPLATE = (
-    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
-    "{% else %}{% set turns = messages %}{% endif %}{{ bos_token }}{% for m in turns %}"
-    "{% if m['role'] == 'user' %}{{ '[INST] ' }}"
-    "{% if system is defined and m == turns | selectattr('role', 'equalto', 'user') | list | last %}"
-    "{{ system + '\n\n' }}{% endif %}{{ m['content'] + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}"
-)
-# Phi 3: ends a conversation with end-of-text after the stop token; its tokens take the line break that follows.
-PHI3_TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"
-)
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
 SPECIAL_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-TAKES_LINE_BREAK = ["<|end|>", "<|user|>", "<|assistant|>"]
 
 QUESTION, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Five."}
 SYSTEM, RESULT = {"role": "system", "content": "Be brief."}, {"role": "tool", "content": "sum: 5"}
@@ -59,9 +46,6 @@ def base_tokenizer() -> PreTrainedTokenizerFast:
 
 def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> ChatMasker:
     tokenizer = copy.deepcopy(tokenizer)
-    if template == PHI3_TEMPLATE:
-        tokens = [AddedToken(token, special=True, normalized=False, rstrip=True) for token in TAKES_LINE_BREAK]
-        tokenizer.add_tokens(tokens)
     tokenizer.chat_template = template
     masker = ChatMasker(tokenizer)
     masker.check_template()
@@ -74,6 +58,7 @@ def mask_one(
     (masked,) = masker.mask([Chat(messages, unmask, tools=tools)])
     if isinstance(masked, ValueError):
         raise masked
+    assert all(label in (IGNORED, token) for token, label in zip(masked.input_ids, masked.labels, strict=True))
     if tools or Remark(DIVIDED) not in masked.remarks:
         expected = masker.tokenizer.apply_chat_template(messages, tools=tools, return_dict=True)
         assert masked.input_ids == expected["input_ids"]
@@ -82,8 +67,7 @@ def mask_one(
 
 def trained_texts(masker: ChatMasker, messages: list[dict], **options: object) -> list[str]:
     masked = mask_one(masker, messages, **options)
-    runs = split_by_training(masked.input_ids, masked.labels)
-    return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
+    return list_trained_texts(masked, masker)
 
 
 OR_SIX = {"role": "assistant", "content": "Or six."}
@@ -102,28 +86,73 @@ def test_chatml_trains_contents_and_stop_tokens(masker, messages, expected):
     assert trained_texts(masker, messages) == expected
 
 
-def test_labels_are_unshifted_token_ids(base_tokenizer):
-    masked = mask_one(with_template(base_tokenizer, CHATML_TEMPLATE), [QUESTION, ANSWER])
-    assert len(masked.labels) == len(masked.input_ids)
-    assert all(label in (IGNORED, token) for token, label in zip(masked.input_ids, masked.labels, strict=True))
-
-
-def test_unmask_trains_every_role_but_system(base_tokenizer):
-    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+def test_unmask_trains_every_role_but_system(base_tokenizer, masker):
     developer = {"role": "developer", "content": "Be kind."}
     texts = trained_texts(masker, [SYSTEM, developer, QUESTION, ANSWER, RESULT], unmask=True)
     assert texts == ["How many?<|im_end|>", "Five.<|im_end|>", "sum: 5<|im_end|>"]
-    mistral = with_template(base_tokenizer, MISTRAL_TEMPLATE)  # users' turns have no end-of-turn token there
-    assert trained_texts(mistral, [SYSTEM, QUESTION, ANSWER], unmask=True) == ["How many?", " Five.<|im_end|>"]
+    only_the_assistants = "('<|im_end|>' if message['role'] == 'assistant' else '')"
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE.replace("'<|im_end|>'", only_the_assistants))
+    assert trained_texts(masker, [SYSTEM, QUESTION, ANSWER], unmask=True) == ["How many?", "Five.<|im_end|>"]
 
 
-def test_phi3_end_of_text_is_not_the_stop_token(base_tokenizer):
-    masker = with_template(base_tokenizer, PHI3_TEMPLATE)
-    masked = mask_one(masker, [QUESTION, ANSWER, QUESTION, ANSWER])
-    stop = masker.tokenizer.convert_tokens_to_ids("<|end|>")
-    runs = [ids for ids, is_trained in split_by_training(masked.input_ids, masked.labels) if is_trained]
-    assert [ids[-1] for ids in runs] == [stop, stop]
-    assert [masker.tokenizer.decode(ids[:-1]) for ids in runs] == ["Five.", "Five."]
+@pytest.mark.parametrize(
+    ("written", "trained"),
+    [
+        ("<|im_end|><|eot_id|>", "<|im_end|>"),
+        ("<|eot_id|><|im_end|><|end_header_id|>", "<|eot_id|><|im_end|>"),
+        ("<|eot_id|><|end_header_id|>", "<|eot_id|><|end_header_id|>"),  # no token that ends generation
+    ],
+)
+def test_of_several_tokens_the_first_that_ends_generation_ends_a_turn(base_tokenizer, written, trained):
+    masker = with_template(base_tokenizer, CHATML_TEMPLATE.replace("<|im_end|>", written))
+    texts = ["Five." + trained, "Or six." + trained]
+    assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, OR_SIX]) == texts
+
+
+def test_a_stop_token_that_takes_the_line_break_after_it_ends_a_turn(base_tokenizer):
+    """As in Phi 3."""
+    tokenizer = copy.deepcopy(base_tokenizer)
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True, normalized=False, rstrip=True)])
+    masker = with_template(tokenizer, CHATML_TEMPLATE.replace("<|im_end|>", "<|end|>"))
+    assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER]) == ["Five.<|end|>"] * 2
+
+
+TAMPERED = {  # a wrong mask of two answers, by what the check says of it
+    "returns other token ids": lambda ids, one, two: ([*ids, 0], [one, two]),
+    "2 assistant turns, 1 stretches": lambda ids, one, two: (ids, [replace(one, end=two.end)]),
+    "not all the assistant's": lambda ids, one, two: (ids, [one, replace(two, start=one.end + 1)]),
+    "is trained instead of": lambda ids, one, two: (ids, [one, replace(two, start=two.start + 2)]),
+    "does not end with a special token": lambda ids, one, two: (ids, [replace(one, end=one.end - 1), two]),
+}
+
+
+@pytest.mark.parametrize("reason", TAMPERED)
+def test_the_check_of_a_template_notices_masks_that_are_wrong(masker, reason):
+    checker = masker.chats.make_checker()
+
+    def mask(chats: list[Chat]) -> list[TokenizedChat | ValueError]:
+        (found,) = checker.mask(chats)
+        if isinstance(found, ValueError) or len(found.spans) < 2:
+            return [found]
+        ids, spans = TAMPERED[reason](found.input_ids, *found.spans)
+        return [replace(found, input_ids=ids, spans=spans)]
+
+    checker.check("mine")
+    with pytest.raises(ValueError, match=f"mine cannot be used: .*{reason}"):
+        replace(checker, mask=mask).check("mine")
+
+
+def test_a_prompt_that_is_not_before_the_answer_is_noted(masker):
+    checker = masker.chats.make_checker()
+
+    def mask(chats: list[Chat]) -> list[TokenizedChat | ValueError]:
+        (found,) = checker.mask(chats)
+        if isinstance(found, ValueError):
+            return [found]
+        return [replace(found, input_ids=[5, *found.input_ids[1:]], remarks=(Remark(DIVIDED),))]  # else it is refused
+
+    notes = replace(checker, mask=mask).check("mine")
+    assert notes and all(note.startswith("prompts end with ") for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +197,8 @@ def test_what_the_template_changes_of_others_is_refused(base_tokenizer):
     masker = with_template(base_tokenizer, template)
     answer = {"role": "assistant", "content": "It is cold."}
     assert trained_texts(masker, [QUESTION, answer]) == ["It is assistant.<|im_end|>"]
+    with pytest.raises(ValueError, match=r"changes the contents.* 'user\?.*expected: 'cold\?"):
+        trained_texts(masker, [{"role": "user", "content": "Is it cold?"}, answer], unmask=True)
     # where the user's text decides what the assistant's turn looks like, placeholders cannot stand for it
     template = CHATML_TEMPLATE.replace("'<|im_end|>'", "('<|im_end|>' if 'x' in messages[0].content else '<|eot_id|>')")
     masker = with_template(base_tokenizer, template)
@@ -185,8 +216,7 @@ def test_one_failing_chat_leaves_the_others_alone(base_tokenizer):
     assert fourth.labels[-1] == masker.tokenizer.eos_token_id
 
 
-def test_documents_are_trained_whole_and_end_once(base_tokenizer):
-    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+def test_documents_are_trained_whole_and_end_once(masker):
     for content in ("Five. How many?", "Five. How many?<|im_end|>"):
         (masked,) = masker.mask([Document(content)])
         assert masker.tokenizer.decode(masked.input_ids) == "Five. How many?<|im_end|>"
@@ -242,59 +272,44 @@ def test_tokens_are_found_by_where_they_begin(masker, text, at):
     assert found == sum(start < min(at, len(text)) for start, _ in encoding.offsets)
 
 
-def test_tokenizer_fingerprint(base_tokenizer):
+def test_fingerprints(base_tokenizer):
     same = copy.deepcopy(base_tokenizer)
     same.chat_template = "another"
     same.padding_side, same.model_max_length = "left", 7
     same.backend_tokenizer.enable_truncation(5)
     same.backend_tokenizer.enable_padding(length=9)
     assert fingerprint_tokenizer(same) == fingerprint_tokenizer(base_tokenizer)
-    begins = copy.deepcopy(base_tokenizer)
-    begins.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{begins.bos_token} $A", special_tokens=[(begins.bos_token, begins.bos_token_id)]
-    )
+    begins, bos = copy.deepcopy(base_tokenizer), (base_tokenizer.bos_token, base_tokenizer.bos_token_id)
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
     same.add_tokens(["new"])
     assert len({fingerprint_tokenizer(each) for each in (base_tokenizer, same, begins)}) == 3
+    templates = [fingerprint_chat_template(each) for each in (base_tokenizer, same)]
+    same.chat_template = None
+    assert fingerprint_chat_template(same) is None and len({None, *templates}) == 3
 
 
-def test_template_fingerprint(base_tokenizer):
-    tokenizer = copy.deepcopy(base_tokenizer)
-    first = fingerprint_chat_template(tokenizer)
-    tokenizer.chat_template = "another"
-    assert fingerprint_chat_template(tokenizer) not in (first, None)
-    tokenizer.chat_template = None
-    assert fingerprint_chat_template(tokenizer) is None
-
-
-def test_messages_can_be_left_out_or_weighted(base_tokenizer):
-    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+def test_messages_can_be_left_out_or_weighted(masker):
     left_out, half = {**ANSWER, "train": False}, {"role": "assistant", "content": "Six.", "weight": 0.5}
     messages = [{**QUESTION, "train": True}, left_out, QUESTION, half, QUESTION, ANSWER]
     (masked,) = masker.mask([Chat(messages)])
-    bare = [{key: value for key, value in message.items() if key in ("role", "content")} for message in messages]
-    plain = mask_one(masker, bare)
+    plain = mask_one(masker, [{key: message[key] for key in ("role", "content")} for message in messages])
     assert masked.input_ids == plain.input_ids and plain.loss_weights is None
-    runs = split_by_training(masked.input_ids, masked.labels)
-    texts = [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
-    assert texts == ["How many?<|im_end|>", "Six.<|im_end|>", "Five.<|im_end|>"]
-    weights = [weight for weight, label in zip(masked.loss_weights, masked.labels, strict=True) if label != IGNORED]
-    num_half = len(masker.tokenizer("Six.<|im_end|>")["input_ids"])
-    num_whole = len(weights) - num_half
-    assert sorted(weights) == [0.5] * num_half + [1.0] * num_whole
-    assert all(weight == 0.0 for weight, label in zip(masked.loss_weights, masked.labels, strict=True) if label < 0)
-    num_of_user = sum(span.num_targets for span in masked.spans if span.role == "user")
-    assert num_of_user == len(masker.tokenizer("How many?<|im_end|>")["input_ids"])
-    assert masked.num_loss_counted_tokens == len(weights)
+    trained = list_trained(masked)
+    texts = ["How many?<|im_end|>", "Six.<|im_end|>", "Five.<|im_end|>"]
+    assert [masker.tokenizer.decode(ids) for ids in trained] == texts
+    expected = iter([1.0] * len(trained[0]) + [0.5] * len(trained[1]) + [1.0] * len(trained[2]))
+    assert masked.loss_weights == [next(expected) if label != IGNORED else 0.0 for label in masked.labels]
+    assert [(span.role, span.num_targets) for span in masked.spans] == [
+        ("user", len(trained[0])), ("assistant", len(trained[1])), ("assistant", len(trained[2]))
+    ]  # fmt: skip
 
 
-def test_a_weight_of_zero_leaves_out(base_tokenizer):
-    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
-    (masked,) = masker.mask([Chat([QUESTION, {**ANSWER, "weight": 0}, QUESTION, ANSWER])])
-    assert masked.loss_weights is None
-    assert sum(label != IGNORED for label in masked.labels) == masked.num_loss_counted_tokens
-    assert {span.role for span in masked.spans} == {"assistant"}
-    (masked,) = masker.mask([Chat([QUESTION, {**ANSWER, "weight": 0.0}])])
-    assert set(masked.labels) == {IGNORED} and masked.spans == []
+def test_a_weight_of_zero_leaves_out(masker):
+    masked, none = masker.mask(
+        [Chat([QUESTION, {**ANSWER, "weight": 0}, QUESTION, ANSWER]), Chat([QUESTION, {**ANSWER, "weight": 0.0}])]
+    )
+    assert masked.loss_weights is None and set(none.labels) == {IGNORED} and none.spans == []
+    assert [span.role for span in masked.spans] == ["assistant"]
 
 
 @pytest.mark.parametrize(
@@ -307,8 +322,7 @@ def test_a_weight_of_zero_leaves_out(base_tokenizer):
         ({"train": False, "weight": 0.5}, r"'weight': 0\.5 .*not trained"),
     ],
 )
-def test_weights_that_mean_nothing_are_refused(base_tokenizer, fields, reason):
-    masker = with_template(base_tokenizer, CHATML_TEMPLATE)
+def test_weights_that_mean_nothing_are_refused(masker, fields, reason):
     (error,) = masker.mask([Chat([QUESTION, {**ANSWER, **fields}])])
     assert isinstance(error, ValueError) and re.search(rf"message 2 \(assistant\) .*{reason}", str(error))
     (error,) = masker.mask([Chat([{**QUESTION, "weight": 0.5}, ANSWER])])
@@ -322,9 +336,8 @@ def test_completions_train_what_follows_the_prompt_and_one_eos(base_tokenizer, c
     eos = base_tokenizer.eos_token
     whole = base_tokenizer("How many?" + completion)["input_ids"]
     assert masked.input_ids == (whole if completion.endswith(eos) else [*whole, base_tokenizer.eos_token_id])
-    (first, untrained), (ids, trained) = split_by_training(masked.input_ids, masked.labels)
-    assert (untrained, trained) == (False, True)
-    assert base_tokenizer.decode(first) == "How many?"
+    (ids,) = list_trained(masked)
+    assert masked.input_ids[-len(ids) :] == ids and base_tokenizer.decode(masked.input_ids[: -len(ids)]) == "How many?"
     assert base_tokenizer.decode(ids) == completion.removesuffix(eos) + eos
     assert [(span.role, span.num_targets) for span in masked.spans] == [("completion", len(ids))]
 
@@ -366,11 +379,7 @@ def test_generation_markers_are_used(base_tokenizer):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        (
-            "+ '<|im_end|>\n' }}{% endgeneration %}",
-            "}}{% endgeneration %}{{ '<|im_end|>\n' }}",
-            "'It is 4.' .*special token",
-        ),
+        ("+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>\n' }}", "'It is 4.' .*special"),
         ("{% if m['role'] == 'assistant' %}", "{% if m['role'] != 'system' %}", "2 passages"),
     ],
 )
@@ -385,22 +394,32 @@ def test_marked_headers_are_not_trained(base_tokenizer):
                                        "{% if m['role'] == 'assistant' %}")  # fmt: skip
     template = template.replace("{% generation %}", "{% generation %}{{ '<|im_start|>assistant\n' }}")
     assert trained_texts(with_template(base_tokenizer, template), [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
+    masker = with_template(base_tokenizer, template.replace("m['content']", "m['content'].split('</think>')[-1]"))
+    thinking = {"role": "assistant", "content": "<think>x</think>Six."}  # not what the placeholders show
+    assert trained_texts(masker, [QUESTION, thinking, QUESTION, ANSWER]) == ["Six.<|im_end|>", "Five.<|im_end|>"]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_an_answer_s_text_outside_of_the_marks_is_refused(base_tokenizer, key):
+    written = "{% generation %}{{ m['content']"
+    assert written in MARKED_TEMPLATE
+    outside = MARKED_TEMPLATE.replace(written, f"{{{{ m.{key} or '' }}}}{written}")
+    masker = with_template(base_tokenizer, outside)
+    assert trained_texts(masker, [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
+    (refused,) = masker.mask([Chat([QUESTION, ANSWER | {"reasoning_content": "Count."}])])
+    assert isinstance(refused, ValueError) and "the reasoning of message 2 outside of its turn" in str(refused)
+
+
+def test_a_content_printed_as_a_list_is_refused(base_tokenizer):
+    printing = CHATML_TEMPLATE.replace("message['content']", "(message['content'] | string)")
+    parts = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+    (refused,) = with_template(base_tokenizer, printing).mask(
+        [Chat([{"role": "user", "content": parts}, ANSWER], images=("a.png",))]
+    )
+    assert isinstance(refused, ValueError) and "prints that of message 1 as a list" in str(refused)
 
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
-
-def test_endless_templates_are_given_up(base_tokenizer, monkeypatch):
-    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.2)
-    before = signal.getsignal(signal.SIGALRM)
-    with pytest.raises(ValueError, match=r"0\.2 seconds"):
-        with_template(base_tokenizer, CHATML_TEMPLATE + ENDLESS)
-    assert signal.getsignal(signal.SIGALRM) == before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1)  # enough for the other one, also on a busy machine
-    template = CHATML_TEMPLATE + "{% if 'loop' in messages[0].content %}" + ENDLESS + "{% endif %}"
-    masker = with_template(base_tokenizer, template)
-    good, endless = masker.mask([Chat([QUESTION, ANSWER]), Chat([{"role": "user", "content": "loop"}, ANSWER])])
-    assert good == mask_one(masker, [QUESTION, ANSWER]) and "takes longer" in str(endless)
 
 
 LONG = "{% if 'long' in messages[0].content %}"
@@ -415,7 +434,7 @@ SLOW = {
 @pytest.mark.parametrize("case", SLOW)
 def test_limits_hold_for_rows_that_the_template_check_does_not_have(base_tokenizer, monkeypatch, case):
     bomb, reason = SLOW[case]
-    limits = resource.getrlimit(resource.RLIMIT_AS)
+    limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
     masker = with_template(base_tokenizer, CHATML_TEMPLATE + LONG + bomb + "{% endif %}")
     monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1.0)
     monkeypatch.setattr(chat_rendering, "RENDER_CHARACTERS", 4000)
@@ -423,7 +442,7 @@ def test_limits_hold_for_rows_that_the_template_check_does_not_have(base_tokeniz
         [Chat([QUESTION, ANSWER]), Chat([{"role": "user", "content": "long"}, ANSWER]), Chat([QUESTION, ANSWER])]
     )
     assert reason in str(bad) and before == after == mask_one(masker, [QUESTION, ANSWER])
-    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == (limits, handler)
     assert signal.getitimer(signal.ITIMER_REAL) == signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
@@ -471,14 +490,11 @@ def test_two_assistant_turns_need_no_prompt_between_them(base_tokenizer):
     assert isinstance(refused, UnknownPrompt) and "role assistant" in str(refused)
 
 
-@pytest.mark.parametrize(
-    ("opening", "closing"),
-    [
-        ("<|START_THINKING|>", "<|END_THINKING|>"),
-        ("<think:fast>", "</think:fast>"),
-        ("<|channel>thought\n", "<channel|>"),
-    ],
-)
+REASONING = [("<|START_THINKING|>", "<|END_THINKING|>"), ("<think:fast>", "</think:fast>"),
+             ("<|channel>thought\n", "<channel|>")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("opening", "closing"), REASONING)
 def test_prompts_that_open_and_close_the_reasoning(base_tokenizer, opening, closing):
     """Turns do without it: they begin where the prompt and the row part."""
     prompt = f"{{{{ '<|im_start|>assistant\n{opening}{closing}' }}}}".replace("\n", "\\n")
@@ -502,44 +518,6 @@ def test_an_id_that_stands_only_with_the_result_does_not_belong_to_the_call(base
     messages = [QUESTION, calling, result | {"tool_call_id": "functions.add:0"}, ANSWER]
     expected = ['<call>functions.add:0 {"n": 2}</call><|im_end|>', "Five.<|im_end|>"]
     assert trained_texts(with_template(base_tokenizer, KIMI), messages) == expected
-
-
-def test_midnight_does_not_matter(base_tokenizer, monkeypatch):
-    """Templates can write the date, which the skeletons that were learned before midnight hold."""
-    from transformers.utils import chat_template_utils
-
-    class Clock:
-        today = "Monday"
-
-        @classmethod
-        def now(cls):
-            return cls
-
-        @classmethod
-        def strftime(cls, _):
-            return cls.today
-
-    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-    masker = with_template(base_tokenizer, "{{ strftime_now('%A') }}" + CHATML_TEMPLATE)
-    assert trained_texts(masker, [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
-    Clock.today = "Tuesday"
-    assert trained_texts(masker, [QUESTION, ANSWER]) == ["Five.<|im_end|>"]
-
-
-def test_what_ends_turns_can_be_the_next_role(base_tokenizer):
-    """As in GLM: no end-of-turn token, but generation ends where the model begins another's turn."""
-    tokenizer = copy.deepcopy(base_tokenizer)
-    tokenizer.add_tokens([AddedToken(f"<|{role}|>", special=True) for role in ("user", "assistant", "system")])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    with pytest.raises(ValueError, match=r"end-of-turn .*generation_config\.json"):
-        ChatMasker(tokenizer).check_template()
-    masker = ChatMasker(tokenizer, stop_token_ids=[tokenizer.convert_tokens_to_ids("<|user|>")])
-    (note,) = masker.check_template()
-    assert "end-of-turn" in note
-    assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER]) == ["\nFive.<|user|>", "\nFive."]
 
 
 TOOL_TEMPLATE = (
@@ -588,6 +566,8 @@ def test_unmasked_tools_and_silent_turns(base_tokenizer):
     assert trained_texts(masker, messages) == ["<|im_end|>", "Five.<|im_end|>"]
     texts = ["How many?<|im_end|>", "<|im_end|>", 'sum: 5"<|im_end|>', "Five.<|im_end|>"]
     assert trained_texts(masker, messages, unmask=True) == texts
+    masker = with_template(base_tokenizer, TOOL_TEMPLATE.replace("<|im_end|>", "<|eot_id|>"))  # not the tokenizer's
+    assert trained_texts(masker, messages) == ["<|eot_id|>", "Five.<|eot_id|>"]
 
 
 def test_scaffold_that_speaks_of_thinking_is_not_trained(base_tokenizer):
@@ -597,16 +577,6 @@ def test_scaffold_that_speaks_of_thinking_is_not_trained(base_tokenizer):
         masker = with_template(base_tokenizer, template.replace("assistant\n'", f"assistant\n{opening}'"))
         texts = ["Five.<|im_end|>", "Five.<|im_end|>"]
         assert trained_texts(masker, [QUESTION, ANSWER, QUESTION, ANSWER]) == texts
-
-
-def test_ids_and_arguments_share_a_skeleton(base_tokenizer):
-    masker = with_template(base_tokenizer, TOOL_TEMPLATE)
-    before = len(masker.chats.finder.skeletons)
-    for i in range(20):
-        result = {"role": "tool", "content": f"sum: {i}", "tool_call_id": f"call_{i}"}
-        rows = [QUESTION, calls({"x": i, "y": f"is {i}"}, ids=(f"call_{i}",)), result, ANSWER]
-        assert len(trained_with_tools(masker, rows)) == 2
-    assert len(masker.chats.finder.skeletons) == before + 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from breadth import thin
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import CHATML_TEMPLATE
+from mask_oracle import list_trained_texts
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -89,11 +90,17 @@ class Family:
     before: str = ""  # of the template: variables that are set
 
 
-def plain(stop: str, *, before: str = "", after: str = "", trims: bool = False, **others) -> dict:
-    """What is trained where the template writes contents as they are, or trimmed, and nothing else."""
+def plain(
+    stop: str, *, before: str = "", after: str = "", trims: bool = False, last: tuple[str, str] | None = None,
+    call: str | None = None, **others,
+) -> dict:  # fmt: skip
+    """What is trained where the template writes contents as they are, or trimmed, and nothing else. `last`: the text
+    before and after a conversation's last turn if that differs; `call`: the trained call if tools are written."""
+    around = before, after + stop
 
-    def turns(*contents: str) -> list[str]:
-        return [before + content + after + stop for content in contents]
+    def turns(*contents: str, is_last: bool = True) -> list[str]:
+        ends = [around] * (len(contents) - 1) + [last if last is not None and is_last else around]
+        return [begin + content + end for content, (begin, end) in zip(contents, ends, strict=True)]
 
     return {
         "one turn": turns("Five."),
@@ -102,13 +109,14 @@ def plain(stop: str, *, before: str = "", after: str = "", trims: bool = False, 
         "spaces": turns("Five." if trims else " \n Five. \n"),
         "reasoning": turns("Five.", "Six."),
         "<think>": turns(COUNT, MORE),
-        "tools": NOT_KNOWN["tools"],
+        "tools": NOT_KNOWN["tools"] if call is None else [call, *turns("Five.", "Six.")],
         "consecutive": turns("Five.", "Six."),
-        "user last": turns("Five."),
+        "user last": turns("Five.", is_last=False),
     } | {key.replace("_", " "): value for key, value in others.items()}
 
 
 NO = NOT_KNOWN["alternate"]
+ONLY_CHATS = {"tools": NO, "consecutive": NO}
 IM_END, EOT, END = "<|im_end|>", "<|eot_id|>", "<|end|>"
 QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"terms": "2, 3", "n": 2}}\n</tool_call><|im_end|>'
 XML_CALL = (
@@ -125,220 +133,123 @@ OSS_CALL = ' to=functions.add<|channel|>commentary json<|message|>{"terms": "2, 
 FINAL, ANALYSIS = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
 
 CHATML = {"eos": IM_END, "special": ("<|im_start|>", "<|endoftext|>")}
-LLAMA3 = {
-    "eos": EOT,
-    "bos": "<|begin_of_text|>",
-    "special": ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"),
-}
+LLAMA3 = {"eos": EOT, "bos": "<|begin_of_text|>",
+          "special": ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>")}  # fmt: skip
 LLAMA2 = {"eos": "</s>", "bos": "<s>", "metaspace": True}
-MISTRAL = {
-    "eos": "</s>",
-    "bos": "<s>",
-    "special": (
-        "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
-        "[/TOOL_RESULTS]",
-    ),
-}  # fmt: skip
-GEMMA = {
-    "eos": "<eos>",
-    "bos": "<bos>",
-    "special": ("<start_of_turn>", "<end_of_turn>"),
-    "stops": ("<eos>", "<end_of_turn>"),
-    "metaspace": True,
-}
-PHI3 = {
-    "eos": "<|endoftext|>",
-    "special": (END, "<|user|>", "<|assistant|>", "<|system|>"),
-    "stops": ("<|endoftext|>", "<|assistant|>", END),
-}
+MISTRAL = {"eos": "</s>", "bos": "<s>",
+           "special": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+                       "[/TOOL_RESULTS]")}  # fmt: skip
+GEMMA = {"eos": "<eos>", "bos": "<bos>", "special": ("<start_of_turn>", "<end_of_turn>"),
+         "stops": ("<eos>", "<end_of_turn>"), "metaspace": True}  # fmt: skip
+PHI3 = {"eos": "<|endoftext|>", "special": (END, "<|user|>", "<|assistant|>", "<|system|>"),
+        "stops": ("<|endoftext|>", "<|assistant|>", END)}  # fmt: skip
 DEEPSEEK_END = "<｜end▁of▁sentence｜>"
 DEEPSEEK = {"eos": DEEPSEEK_END, "bos": "<｜begin▁of▁sentence｜>", "special": ("<｜User｜>", "<｜Assistant｜>")}
-GLM = {
-    "eos": "<|endoftext|>",
-    "special": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
-    "stops": ("<|endoftext|>", "<|user|>", "<|observation|>"),
-}
-COHERE = {
-    "eos": "<|END_OF_TURN_TOKEN|>",
-    "bos": "<BOS_TOKEN>",
-    "special": (
-        "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|START_RESPONSE|>",
-        "<|END_RESPONSE|>",
-    ),
-}  # fmt: skip
-OSS = {
-    "eos": "<|return|>",
-    "special": ("<|start|>", END, "<|message|>", "<|channel|>", "<|call|>", "<|endoftext|>"),
-    "stops": ("<|return|>", "<|endoftext|>", "<|call|>"),
-}
+GLM = {"eos": "<|endoftext|>", "stops": ("<|endoftext|>", "<|user|>", "<|observation|>"),
+       "special": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")}  # fmt: skip
+COHERE_END = "<|END_OF_TURN_TOKEN|>"
+COHERE = {"eos": COHERE_END, "bos": "<BOS_TOKEN>",
+          "special": ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>",
+                      "<|START_RESPONSE|>", "<|END_RESPONSE|>")}  # fmt: skip
+OSS = {"eos": "<|return|>", "stops": ("<|return|>", "<|endoftext|>", "<|call|>"),
+       "special": ("<|start|>", END, "<|message|>", "<|channel|>", "<|call|>", "<|endoftext|>")}  # fmt: skip
 
 QWEN3_EMPTY = "<think>\n\n</think>\n\n"
-QWEN3 = {
-    "one turn": [f"{QWEN3_EMPTY}Five.{IM_END}"],
-    "several": [f"Five.{IM_END}", f"{QWEN3_EMPTY}Six.{IM_END}"],
-    "system": [f"Five.{IM_END}", f"{QWEN3_EMPTY}Six.{IM_END}"],
-    "spaces": [f"{QWEN3_EMPTY} \n Five. \n{IM_END}"],
-    "reasoning": [f"Five.{IM_END}", f"{MORE}{IM_END}"],
-    "<think>": [f"Five.{IM_END}", f"{MORE}{IM_END}"],
-    "tools": [QWEN_CALL, f"Five.{IM_END}", f"{QWEN3_EMPTY}Six.{IM_END}"],
-    "consecutive": [f"Five.{IM_END}", f"{QWEN3_EMPTY}Six.{IM_END}"],
-    "user last": [f"Five.{IM_END}"],
-}
+QWEN3 = plain(
+    IM_END, last=(QWEN3_EMPTY, IM_END), call=QWEN_CALL, reasoning=[f"Five.{IM_END}", MORE + IM_END]
+) | {"<think>": [f"Five.{IM_END}", MORE + IM_END]}  # fmt: skip
 MORE_AFTER_OPENING = f"\nMore.\n</think>\n\nSix.{IM_END}"
-QWEN3_OFF = plain(
-    IM_END, reasoning=[f"Five.{IM_END}", MORE_AFTER_OPENING], tools=[QWEN_CALL, f"Five.{IM_END}", f"Six.{IM_END}"]
-) | {"<think>": [f"Five.{IM_END}", MORE_AFTER_OPENING]}
+QWEN3_OFF = plain(IM_END, reasoning=[f"Five.{IM_END}", MORE_AFTER_OPENING], call=QWEN_CALL)
+QWEN3_OFF["<think>"] = QWEN3_OFF["reasoning"]
 QWEN35_EMPTY = "\n</think>\n\n"  # the prompt has opened the block
-QWEN35 = {
-    "one turn": [f"{QWEN35_EMPTY}Five.{IM_END}"],
-    "several": [f"Five.{IM_END}", f"{QWEN35_EMPTY}Six.{IM_END}"],
-    "system": [f"Five.{IM_END}", f"{QWEN35_EMPTY}Six.{IM_END}"],
-    "spaces": [f"{QWEN35_EMPTY}Five.{IM_END}"],
-    "reasoning": [f"Five.{IM_END}", f"More.\n</think>\n\nSix.{IM_END}"],
-    "<think>": [f"Five.{IM_END}", f"More.\n</think>\n\nSix.{IM_END}"],
-    "tools": [f"{XML_CALL}{IM_END}", f"Five.{IM_END}", f"{QWEN35_EMPTY}Six.{IM_END}"],
-    "consecutive": [f"{QWEN35_EMPTY}Five.{IM_END}", f"{QWEN35_EMPTY}Six.{IM_END}"],
-    "user last": [f"Five.{IM_END}"],
-}
-NANO = {
-    "one turn": [f"</think>Five.{IM_END}"],
-    "several": [f"</think>Five.{IM_END}", f"</think>Six.{IM_END}"],
-    "system": [f"</think>Five.{IM_END}", f"</think>Six.{IM_END}"],
-    "spaces": [f"</think> \n Five.{IM_END}"],
-    "reasoning": [f"</think>\nFive.{IM_END}", f"More.\n</think>\nSix.{IM_END}"],
-    "<think>": [f"</think>\nFive.{IM_END}", f"More.\n</think>\nSix.{IM_END}"],
-    "tools": [f"</think>\n{XML_CALL}\n{IM_END}", f"</think>Five.{IM_END}", f"</think>Six.{IM_END}"],
-    "consecutive": [f"</think>Five.{IM_END}", f"</think>Six.{IM_END}"],
-    "user last": [f"</think>Five.{IM_END}"],
-}
+QWEN35 = plain(
+    IM_END, last=(QWEN35_EMPTY, IM_END), trims=True,
+    reasoning=[f"Five.{IM_END}", f"More.\n</think>\n\nSix.{IM_END}"],
+    call=f"{XML_CALL}{IM_END}", consecutive=[f"{QWEN35_EMPTY}Five.{IM_END}", f"{QWEN35_EMPTY}Six.{IM_END}"],
+)  # fmt: skip
+QWEN35["<think>"] = QWEN35["reasoning"]
+NANO = plain(
+    IM_END, before="</think>", spaces=[f"</think> \n Five.{IM_END}"],
+    reasoning=[f"</think>\nFive.{IM_END}", f"More.\n</think>\nSix.{IM_END}"],
+    call=f"</think>\n{XML_CALL}\n{IM_END}",
+)  # fmt: skip
+NANO["<think>"] = NANO["reasoning"]
 GLM_FIVE, GLM_SIX = "\n<think></think>\nFive.", "\n<think></think>\nSix."
-GLM_MOE = {  # the last turn has no stop token: the next turn's role is the stop token
-    "one turn": [GLM_FIVE],
-    "several": [f"{GLM_FIVE}<|user|>", GLM_SIX],
-    "system": [f"{GLM_FIVE}<|user|>", GLM_SIX],
-    "spaces": [GLM_FIVE],
-    "reasoning": [f"{GLM_FIVE}<|user|>", "\n<think>More.</think>\nSix."],
-    "<think>": [f"{GLM_FIVE}<|user|>", "\n<think>More.</think>\nSix."],
-    "tools": [GLM_CALL, f"{GLM_FIVE}<|user|>", GLM_SIX],
-    "consecutive": [GLM_FIVE, GLM_SIX],
-    "user last": [f"{GLM_FIVE}<|user|>"],
-}
-GLM_MARKED = plain(
-    "<|user|>",
-    before="\n<think></think>\n",
-    trims=True,
-    reasoning=[f"{GLM_FIVE}<|user|>", "\n<think>More.</think>\nSix.<|user|>"],
-    tools=[GLM_CALL, f"{GLM_FIVE}<|user|>", f"{GLM_SIX}<|user|>"],
-) | {"<think>": [f"{GLM_FIVE}<|user|>", "\n<think>More.</think>\nSix.<|user|>"]}
-GLM_9B = {
-    "one turn": ["Five."],
-    "several": ["Five.<|user|>", "Six."],
-    "system": ["Five.<|user|>", "Six."],
-    "spaces": [" \n Five. \n"],
-    "reasoning": ["Five.<|user|>", "Six."],
-    "<think>": [f"{COUNT}<|user|>", MORE],
-    "tools": NOT_KNOWN["tools"],
-    "consecutive": ["Five.", "Six."],
-    "user last": ["Five.<|user|>"],
-}
+GLM_MOE = plain(  # the last turn has no stop token: the next turn's role is the stop token
+    "<|user|>", before="\n<think></think>\n", last=("\n<think></think>\n", ""), trims=True,
+    reasoning=[f"{GLM_FIVE}<|user|>", "\n<think>More.</think>\nSix."], call=GLM_CALL,
+    consecutive=[GLM_FIVE, GLM_SIX],
+)  # fmt: skip
+GLM_MOE["<think>"] = GLM_MOE["reasoning"]
+GLM_MARKED = plain("<|user|>", before="\n<think></think>\n", trims=True, call=GLM_CALL,
+                   reasoning=[f"{GLM_FIVE}<|user|>", "\n<think>More.</think>\nSix.<|user|>"])  # fmt: skip
+GLM_MARKED["<think>"] = GLM_MARKED["reasoning"]
+GLM_9B = plain("<|user|>", last=("", ""), consecutive=["Five.", "Six."])
 OSS_FIVE, OSS_SIX = f"{FINAL}Five.{END}", f"{FINAL}Six.<|return|>"
-GPT_OSS = {
-    "one turn": [f"{FINAL}Five.<|return|>"],
-    "several": [OSS_FIVE, OSS_SIX],
-    "system": [OSS_FIVE, OSS_SIX],
-    "spaces": [f"{FINAL} \n Five. \n<|return|>"],
-    "reasoning": [OSS_FIVE, f"{ANALYSIS}More.{END}<|start|>assistant{OSS_SIX}"],
-    "<think>": [OSS_FIVE, f"{ANALYSIS}More.{END}<|start|>assistant{OSS_SIX}"],
-    "tools": [OSS_CALL, OSS_FIVE, OSS_SIX],
-    "consecutive": [OSS_FIVE, OSS_SIX],
-    "user last": [OSS_FIVE],
-}
+GPT_OSS = plain(
+    END, before=FINAL, last=(FINAL, "<|return|>"), call=OSS_CALL,
+    reasoning=[OSS_FIVE, f"{ANALYSIS}More.{END}<|start|>assistant{OSS_SIX}"],
+)  # fmt: skip
+GPT_OSS["<think>"] = GPT_OSS["reasoning"]
 LFM_CALL = f"<|tool_call_start|>[add(terms='2, 3', n=2)]<|tool_call_end|>{IM_END}"
 QWEN3_MARKED = plain(
-    IM_END,
-    before=QWEN3_EMPTY,
-    reasoning=[COUNT + IM_END, MORE + IM_END],
-    tools=[QWEN3_EMPTY + QWEN_CALL, f"{QWEN3_EMPTY}Five.{IM_END}", f"{QWEN3_EMPTY}Six.{IM_END}"],
-) | {"<think>": [COUNT + IM_END, MORE + IM_END]}
+    IM_END, before=QWEN3_EMPTY, call=QWEN3_EMPTY + QWEN_CALL, reasoning=[COUNT + IM_END, MORE + IM_END]
+)
+QWEN3_MARKED["<think>"] = QWEN3_MARKED["reasoning"]
 NO_TURNS = {case: NOT_KNOWN["no stop"] for case in CASES if case != "tools"} | {"tools": Refused("row's tools")}
 CALLS_LOST = Refused("tool calls of message 2 (assistant) 0 times")
 SYSTEM_LOST = Refused("content of message 1 (system) 0 times")
 MISTRAL_V3 = plain("</s>", before=" ", trims=True, system=SYSTEM_LOST, consecutive=NO,
-                   tools=[f"[TOOL_CALLS] {MISTRAL_CALL}", " Five.</s>", " Six.</s>"])  # fmt: skip
+                   call=f"[TOOL_CALLS] {MISTRAL_CALL}")  # fmt: skip
 MISTRAL_V7 = plain("</s>", before=" ", tools=Refused("Only user, system and assistant"),
                    consecutive=[" Five.</s> Six.</s>"])  # fmt: skip
-TEKKEN = plain("</s>", system=SYSTEM_LOST, tools=[f"[TOOL_CALLS]{MISTRAL_CALL}", "Five.</s>", "Six.</s>"],
-               consecutive=NO)  # fmt: skip
-GEMMA_2 = plain("<end_of_turn>", trims=True, system=Refused("System role not supported"), tools=NO, consecutive=NO)
-LFM = plain(IM_END, reasoning=[f"Five.{IM_END}", f"<think>More.</think>Six.{IM_END}"],
-            tools=[LFM_CALL, f"Five.{IM_END}", f"Six.{IM_END}"])  # fmt: skip
-GRANITE = ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
+TEKKEN = plain("</s>", system=SYSTEM_LOST, call=f"[TOOL_CALLS]{MISTRAL_CALL}", consecutive=NO)
+GEMMA_2 = plain("<end_of_turn>", trims=True, system=Refused("System role not supported"), **ONLY_CHATS)
+LFM = plain(IM_END, reasoning=[f"Five.{IM_END}", f"<think>More.</think>Six.{IM_END}"], call=LFM_CALL)
+QWEN_2, LLAMA_3_1 = plain(IM_END, call=QWEN_CALL), plain(EOT, trims=True, call=LLAMA_CALL)
+GRANITE = {"eos": "<|end_of_text|>", "special": ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")}
+WITHOUT_THINKING = "{%- set enable_thinking = false %}"
+R1 = plain(DEEPSEEK_END) | {"<think>": [f"\n\nFive.{DEEPSEEK_END}", f"\n\nSix.{DEEPSEEK_END}"]}
+SUPER = plain(EOT, trims=True) | {"<think>": [f"Five.{EOT}", f"Six.{EOT}"]}
 
 FAMILIES = {
     "ChatML": Family("chatml", trained=plain(IM_END), **CHATML),
-    "Qwen 2.5": Family(
-        "trl:qwen2_5", trained=plain(IM_END, tools=[QWEN_CALL, f"Five.{IM_END}", f"Six.{IM_END}"]), **CHATML
-    ),
+    "Qwen 2.5": Family("trl:qwen2_5", trained=QWEN_2, **CHATML),
     "Qwen 3": Family("trl:qwen3", trained=QWEN3, **CHATML),
-    "Qwen 3, thinking off": Family(
-        "trl:qwen3", trained=QWEN3_OFF, before="{%- set enable_thinking = false %}", **CHATML
-    ),
-    "Qwen 3 2507": Family(
-        "trl:qwen3_instruct_2507", trained=plain(IM_END, tools=[QWEN_CALL, f"Five.{IM_END}", f"Six.{IM_END}"]), **CHATML
-    ),
+    "Qwen 3, no thinking": Family("trl:qwen3", trained=QWEN3_OFF, before=WITHOUT_THINKING, **CHATML),
+    "Qwen 3 2507": Family("trl:qwen3_instruct_2507", trained=QWEN_2, **CHATML),
     "Qwen 3.5": Family("trl:qwen3_5_think", trained=QWEN35, **CHATML),
-    "Llama 2": Family("llama2", trained=plain(" </s>", before=" ", trims=True, tools=NO, consecutive=NO), **LLAMA2),
+    "Llama 2": Family("llama2", trained=plain(" </s>", before=" ", trims=True, **ONLY_CHATS), **LLAMA2),
     "Llama 3": Family("trl:llama3", trained=plain(EOT, trims=True), **LLAMA3),
-    "Llama 3.1": Family(
-        "trl:llama3_1", trained=plain(EOT, trims=True, tools=[LLAMA_CALL, f"Five.{EOT}", f"Six.{EOT}"]), **LLAMA3
-    ),
-    "Llama 3.2": Family(
-        "trl:llama3_2", trained=plain(EOT, trims=True, tools=[LLAMA_CALL, f"Five.{EOT}", f"Six.{EOT}"]), **LLAMA3
-    ),
-    "Mistral v1": Family("mistral_v1", trained=plain("</s>", before=" ", tools=NO, consecutive=NO), **LLAMA2),
+    "Llama 3.1": Family("trl:llama3_1", trained=LLAMA_3_1, **LLAMA3),
+    "Llama 3.2": Family("trl:llama3_2", trained=LLAMA_3_1, **LLAMA3),
+    "Mistral v1": Family("mistral_v1", trained=plain("</s>", before=" ", **ONLY_CHATS), **LLAMA2),
     "Mistral v3": Family("mistral_v3", trained=MISTRAL_V3, metaspace=True, **MISTRAL),
     "Mistral v7": Family("mistral_v7", trained=MISTRAL_V7, metaspace=True, **MISTRAL),
     "Mistral Tekken": Family("mistral_tekken", trained=TEKKEN, **MISTRAL),
     "Gemma 1, 2": Family("trl:gemma", trained=GEMMA_2, **GEMMA),
-    "Gemma 3": Family("trl:gemma3", trained=plain("<end_of_turn>", trims=True, tools=NO, consecutive=NO), **GEMMA),
+    "Gemma 3": Family("trl:gemma3", trained=plain("<end_of_turn>", trims=True, **ONLY_CHATS), **GEMMA),
     "Phi 3": Family("trl:phi3", trained=plain(END), metaspace=True, **PHI3),
     "Phi 3 medium": Family("phi3_medium", trained=plain(END, system=SYSTEM_LOST), metaspace=True, **PHI3),
     "Phi 3.5": Family("trl:phi3_5", trained=plain(END), metaspace=True, **PHI3),
     "Phi 4": Family("phi4", trained=plain(IM_END), eos=IM_END, special=("<|im_start|>", "<|im_sep|>")),
     "Phi 4 mini": Family("phi4_mini", trained=plain(END), **PHI3),
     "DeepSeek V2": Family("deepseek_v2", trained=plain(DEEPSEEK_END, before=" "), **DEEPSEEK),
-    "DeepSeek V3": Family(
-        "trl:deepseekv3",
-        trained=plain(DEEPSEEK_END, tools=Refused("row's tools"))
-        | {"<think>": [f"\n\nFive.{DEEPSEEK_END}", f"\n\nSix.{DEEPSEEK_END}"]},
-        **DEEPSEEK,
-    ),
-    "DeepSeek R1 distill": Family(
-        "trl:deepseek_r1_distill",
-        trained=plain(DEEPSEEK_END) | {"<think>": [f"\n\nFive.{DEEPSEEK_END}", f"\n\nSix.{DEEPSEEK_END}"]},
-        **DEEPSEEK,
-    ),
+    "DeepSeek V3": Family("trl:deepseekv3", trained=R1 | {"tools": Refused("row's tools")}, **DEEPSEEK),
+    "DeepSeek R1 distill": Family("trl:deepseek_r1_distill", trained=R1, **DEEPSEEK),
     "GLM 4 9B": Family("glm4_9b", trained=GLM_9B, **GLM),
     "GLM 4 MoE": Family("trl:glm4moe", trained=GLM_MOE, **GLM),
     "gpt-oss": Family("trl:gptoss", trained=GPT_OSS, **OSS),
-    "Command R": Family(
-        "command_r", trained=plain("<|END_OF_TURN_TOKEN|>", trims=True, tools=NO, consecutive=NO), **COHERE
-    ),
-    "Aya": Family("trl:cohere", trained=plain("<|END_OF_TURN_TOKEN|>", trims=True, tools=NO, consecutive=NO), **COHERE),
-    "Cohere 2": Family(
-        "trl:cohere2", trained=plain("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", tools=NO, consecutive=NO), **COHERE
-    ),
-    "Granite 3": Family(
-        "granite3", trained=plain("<|end_of_text|>", tools=CALLS_LOST), eos="<|end_of_text|>", special=GRANITE
-    ),
+    "Command R": Family("command_r", trained=plain(COHERE_END, trims=True, **ONLY_CHATS), **COHERE),
+    "Aya": Family("trl:cohere", trained=plain(COHERE_END, trims=True, **ONLY_CHATS), **COHERE),
+    "Cohere 2": Family("trl:cohere2", trained=plain(f"<|END_RESPONSE|>{COHERE_END}", **ONLY_CHATS), **COHERE),
+    "Granite 3": Family("granite3", trained=plain("<|end_of_text|>", tools=CALLS_LOST), **GRANITE),
     "OLMo": Family("olmo", trained=plain("<|endoftext|>", system=SYSTEM_LOST), eos="<|endoftext|>"),
     "OLMo 2": Family("olmo2", trained=plain("<|endoftext|>"), eos="<|endoftext|>", bos="<|endoftext|>"),
     "SmolLM 2": Family("smollm2", trained=plain(IM_END), **CHATML),
     "SmolLM 3": Family("smollm3", trained=plain(IM_END), **CHATML),
     "Nemotron Mini": Family("nemotron_mini", trained=NO_TURNS | {"tools": CALLS_LOST}, **LLAMA2),
-    "Nemotron Super 49B": Family(
-        "nemotron_super_49b", trained=plain(EOT, trims=True) | {"<think>": [f"Five.{EOT}", f"Six.{EOT}"]}, **LLAMA3
-    ),
+    "Nemotron Super 49B": Family("nemotron_super_49b", trained=SUPER, **LLAMA3),
     "Nemotron 3 Nano": Family("trl:nemotron_3_nano", trained=NANO, **CHATML),
     "Falcon 7B": Family("falcon_7b", trained=NO_TURNS, eos="<|endoftext|>"),
     "Falcon 3": Family("falcon3", trained=plain("<|endoftext|>"), eos="<|endoftext|>"),
@@ -409,8 +320,7 @@ def trained_texts(masker: ChatMasker, messages: list[dict], *, tools: list[dict]
     named = [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in messages]
     expected = masker.tokenizer.apply_chat_template(named, tools=tools, return_dict=True)
     assert masked.input_ids == expected["input_ids"]
-    runs = split_by_training(masked.input_ids, masked.labels)
-    return [masker.tokenizer.decode(ids) for ids, is_trained in runs if is_trained]
+    return list_trained_texts(masked, masker)
 
 
 @pytest.mark.parametrize("name", AVAILABLE)
@@ -444,15 +354,6 @@ def test_missing_stop_token_allowed(name, case, special):
         assert trained_texts(masker, CASES[case]) == expected
 
 
-@pytest.mark.parametrize("name", ["ChatML", "Llama 2", "Vicuna"])
-def test_missing_stop_token_allowed_in_vain(name):
-    family = FAMILIES[name]
-    tokenizer = make_tokenizer(family)
-    stops = tokenizer.convert_tokens_to_ids(list(family.stops))
-    with pytest.raises(ValueError, match=r"--missing-stop-token allow .*mine"):
-        ChatMasker(tokenizer, stop_token_ids=stops, missing_stop_token="allow").check_template("mine")
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_trained_text(name, case):
@@ -482,18 +383,6 @@ def test_any_characters(name, content):
     expected = FAMILIES[name].trained["one turn"][0].replace("Five.", content.strip())
     (text,) = trained_texts(masker, [user(content), assistant(content)])
     assert "".join(text.split()) == "".join(expected.split())
-
-
-def writes_bos(name: str) -> bool:
-    family = FAMILIES[name]
-    return family.bos not in (None, family.eos) and "bos_token" in read_template(family.template)
-
-
-@pytest.mark.parametrize("name", [name for name in USABLE if writes_bos(name)])
-def test_one_beginning_of_text(name):
-    tokenizer = make_masker(name).tokenizer
-    (masked,) = make_masker(name).mask([Chat([user(), assistant()])])
-    assert masked.input_ids.count(tokenizer.bos_token_id) == 1 and masked.input_ids[0] == tokenizer.bos_token_id
 
 
 PLAIN = ["ChatML", "Mistral Tekken", "Mistral v3", "Phi 4", "Command R", "Granite 3", "Falcon 3", "OLMo 2",
@@ -546,22 +435,12 @@ def xml_call(i: int) -> str:
 
 AGENT = [user(), *step(1, "A."), *step(2, "B."), assistant(reasoning_content="C.")]
 CALLS_OF_AGENT = {
-    "Qwen 3": [
-        *(f"<think>\n{thought}\n</think>\n\n" + QWEN_CALL.replace("2, 3", f"{i}").replace('"n": 2', f'"n": {i}')
-          for i, thought in ((1, "A."), (2, "B."))),
-        f"<think>\nC.\n</think>\n\nFive.{IM_END}",
-    ],
     "Qwen 3.5": [
         f"A.\n</think>\n\n{xml_call(1)}", f"B.\n</think>\n\n{xml_call(2)}", f"C.\n</think>\n\nFive.{IM_END}"
     ],
     "gpt-oss": [  # the reasoning of earlier steps is left out where an answer follows
         *(OSS_CALL.replace("2, 3", f"{i}").replace('"n": 2', f'"n": {i}') for i in (1, 2)),
         f"{ANALYSIS}C.{END}<|start|>assistant{FINAL}Five.<|return|>",
-    ],
-    "Mistral Tekken": [
-        *(f"[TOOL_CALLS]{MISTRAL_CALL}".replace("2, 3", f"{i}").replace('"n": 2', f'"n": {i}')
-          .replace("abc123def", f"abc{i:06}") for i in (1, 2)),
-        "Five.</s>",
     ],
     "GLM 4 MoE": [
         *(GLM_CALL.replace("2, 3", f"{i}").replace("<arg_value>2<", f"<arg_value>{i}<")

@@ -3,6 +3,7 @@
 What is right is said by transformers' tokenizer on its own, by the csv files that `datasets` reads, and by plain loops.
 """
 
+import copy
 import csv
 import gzip
 import json
@@ -21,7 +22,16 @@ from tiny_data import read_lines, write_jsonl
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask
+from mini_trainer.data.columns.base import (
+    COLUMNS,
+    IGNORED,
+    SEQUENCES,
+    TOKENS,
+    DataTask,
+    RowFacts,
+    check_sample,
+    read_task,
+)
 from mini_trainer.data.rows.files import find_sources
 from mini_trainer.data.rows.preparing import survey_labels
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -116,11 +126,11 @@ def test_texts_and_labels_as_the_tokenizer_gives_them_from_every_kind_of_file(en
 
 @pytest.mark.parametrize("ending", [".arrow", ".parquet", ".jsonl"])
 def test_pairs_have_token_types_where_the_tokenizer_gives_them(ending, encoder, word_pieces, tmp_path):
-    rows = [{"premise": TEXTS[i], "other": TEXTS[i - 1], "y": i % 2} for i in range(4)]
+    rows = [{"text": "x", "of": {"a": TEXTS[i], "b": TEXTS[i - 1], "y": i % 2}} for i in range(4)]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
-    fields = dict(columns=("text=premise", "text_pair=other", "label=y"))
+    fields = dict(columns=("text=of.a", "text_pair=of.b", "label=of.y"), ignore_columns=("text",))
     data = prepare(encoder, source, tmp_path / f"pairs{ending}", **fields)
-    expected = [word_pieces(row["premise"], row["other"], return_token_type_ids=True) for row in rows]
+    expected = [word_pieces(TEXTS[i], TEXTS[i - 1], return_token_type_ids=True) for i in range(4)]
     assert data.task.label_names == ("0", "1")
     assert read_all(data) == [
         (row["input_ids"], [float(i % 2)], row["token_type_ids"]) for i, row in enumerate(expected)
@@ -170,14 +180,17 @@ def test_words_of_a_byte_level_vocabulary_are_those_of_the_text(decoder, byte_le
         assert sum(label != IGNORED for label in labels) == sum(label != IGNORED for label in row["labels"])
 
 
-def test_a_chat_is_rendered_by_its_template(decoder, byte_level, tmp_path):
+def test_a_chat_is_rendered_by_its_template(decoder, byte_level, word_pieces, tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "no"}], "label": label}
         for text, label in zip(TEXTS, "abab", strict=True)
     ]
-    data = prepare(decoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow")
-    expected = [byte_level.apply_chat_template(row["messages"], return_dict=True)["input_ids"] for row in rows]
-    assert [row[0] for row in read_all(data)] == expected
+    source, with_special = write_jsonl(tmp_path / "a.jsonl", rows), copy.deepcopy(word_pieces)
+    with_special.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    for model, tokenizer in ((decoder, byte_level), (save(with_special, tmp_path / "model"), with_special)):
+        data = prepare(model, source, tmp_path / "out.arrow")
+        expected = [tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"] for row in rows]
+        assert [row[0] for row in read_all(data)] == expected
 
 
 def test_several_labels_and_values(encoder, tmp_path):
@@ -262,9 +275,12 @@ def test_names_can_be_given_and_those_of_another_data_set_taken(encoder, tmp_pat
         other = prepare(encoder, few, tmp_path / "few.arrow", labels_from=str(tmp_path / known))
         assert other.task == train.task
         assert [target for _, target, _ in read_all(other)] == [[1], [2]], "an integer is the number of a class"
-    with pytest.raises(ValueError, match=r"c\.jsonl:2: .*'bad' .*pos, neg, neutral"):
-        unseen = write_jsonl(tmp_path / "c.jsonl", [REVIEWS[0], {"text": "a", "label": "bad"}])
-        prepare(encoder, unseen, tmp_path / "c.arrow", labels_from=str(tmp_path / "train.arrow"))
+    numbered = [{"text": "a", "label": label} for label in (9, 10)]
+    prepare(encoder, write_jsonl(tmp_path / "n.jsonl", numbered), tmp_path / "numbered.arrow")
+    for known, row, label in (("train", REVIEWS[0], "bad"), ("train", REVIEWS[0], 3), ("numbered", numbered[0], 1)):
+        unseen = write_jsonl(tmp_path / "c.jsonl", [row, {"text": "a", "label": label}])
+        with pytest.raises(ValueError, match=rf"c\.jsonl:2: .*label {label!r} is not among"):
+            prepare(encoder, unseen, tmp_path / "c.arrow", labels_from=str(tmp_path / f"{known}.arrow"))
     assert not (tmp_path / "c.arrow").exists()
 
 
@@ -297,11 +313,12 @@ def test_a_split_keeps_the_labels_and_goes_by_the_text_alone(decoder, tmp_path):
 
 def test_workers_do_not_matter(encoder, tmp_path, monkeypatch):
     monkeypatch.setattr("mini_trainer.data.rows.preparing.BYTES_PER_WORKER", 1 << 10)
-    rows = [{"text": f"film {i % 997}" + " good" * (i % 9), "label": i % 5} for i in range(3000)]
+    rows = [{"text": f"film {i % 997}" + " good" * (i % 9), "label": i % 5 + i // 1500} for i in range(3000)]
     source = write_csv(tmp_path / "a.csv", rows)
     written = []
     for num_proc in (1, 2):
-        prepare(encoder, source, tmp_path / "out.arrow", num_proc=num_proc)
+        data = prepare(encoder, source, tmp_path / "out.arrow", num_proc=num_proc)
+        assert data.task.label_names == tuple("012345")  # the last is not in the first chunk
         written.append([(tmp_path / f"out.arrow{end}").read_bytes() for end in ("", ".meta.json")])
     assert written[0] == written[1]
 
@@ -309,18 +326,21 @@ def test_workers_do_not_matter(encoder, tmp_path, monkeypatch):
 # --- length
 
 
-def test_what_is_too_long_is_dropped_or_cut_as_the_tokenizer_cuts(encoder, word_pieces, decoder, tmp_path, capsys):
+def test_what_is_too_long_is_dropped_or_cut_as_the_tokenizer_cuts(
+    encoder, word_pieces, decoder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("mini_trainer.data.rows.files.CHUNK_ROWS", 2)
     rows = [{"text": TEXTS[0] * 3, "text_pair": TEXTS[1], "label": "a"}, {"text": "a", "text_pair": "b", "label": "b"}]
-    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    source = write_jsonl(tmp_path / "a.jsonl", rows * 2)
     data = prepare(encoder, source, tmp_path / "out.arrow", max_sample_num_tokens=12)
-    assert len(data.lengths) == 1 and data.sidecar["rows"]["too_long"] == 1
+    assert len(data.lengths) == 2 and data.sidecar["rows"]["too_long"] == 2
     data = prepare(encoder, source, tmp_path / "out.arrow", max_sample_num_tokens=12, truncate=True)
     expected = word_pieces(rows[0]["text"], rows[0]["text_pair"], truncation=True, max_length=12)["input_ids"]
     assert read_all(data)[0][0] == expected and len(expected) == 12
-    assert (data.sidecar["rows"]["too_long"], data.sidecar["rows"]["truncated"]) == (0, 1)
-    assert "truncated                            1" in capsys.readouterr().out
+    assert (data.sidecar["rows"]["too_long"], data.sidecar["rows"]["truncated"]) == (0, 2)
+    assert "truncated                            2" in capsys.readouterr().out
     prepare(encoder, source, tmp_path / "out.arrow")
-    assert re.search(r"note: 1 of .* 20 tokens", capsys.readouterr().out)
+    assert re.search(r"note: 2 of .* 20 tokens", capsys.readouterr().out)
     words = write_jsonl(tmp_path / "b.jsonl", [{"tokens": ["good", "bad"] * 20, "labels": ["x", "y"] * 20}])
     data = prepare(encoder, words, tmp_path / "words.arrow", max_sample_num_tokens=7, truncate=True)
     assert (data.lengths.tolist(), data.num_loss_tokens.tolist()) == ([7], [5])
@@ -336,9 +356,6 @@ ROW = b'{"text": "good film", "label": "pos"}\n{"text": "bad film", "label": "ne
 TABLE = b"text,label\ngood film,pos\nbad film,neg\n"
 BROKEN = {  # file, what follows two good rows (or a whole file), the message
     "no_label.jsonl": (ROW + b'{"text": "x"}\n', r"no_label.jsonl:3: .*'label' .*--columns label="),
-    "null.jsonl": (ROW + b'{"text": "x", "label": null}\n', r"null.jsonl:3: .*'label' .*--columns label="),
-    "blank.jsonl": (ROW + b'{"text": "x", "label": " "}\n', r"blank.jsonl:3: 'label' is ' '"),
-    "nan.jsonl": (ROW + b'{"text": "x", "label": NaN}\n', r"nan.jsonl:3: not JSON"),
     "nan_cell.csv": (TABLE + b"x,nan\n", r"nan_cell.csv:4: 'label' is 'nan'"),
     "empty_cell.csv": (TABLE + b"x,\n", r"empty_cell.csv:4: .*'label' .*--columns label="),
     "no_text.csv": (TABLE + b",pos\n", r"no_text.csv:4: .*'text' .*\['label'\] .*--columns text="),
@@ -419,28 +436,31 @@ def test_sets_with_and_without_pairs_agree_on_token_types(encoder, tmp_path):
     assert mixture.read(2)["token_type_ids"].tolist() == [0] * int(other.lengths[0])
 
 
+SINGLE, MULTI = (DataTask(SEQUENCES, kind, ("a", "b"), 2) for kind in ("single", "multi"))
+OF_WORDS = DataTask(TOKENS, "single", ("a", "b"), 2)
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("task", "change", "reason"),
     [
-        ({"target": [2.0]}, "class is 2; .*0 to 1"),
-        ({"target": [0.5]}, r"class is 0\.5"),
-        ({"target": []}, r"target is \[\]"),
-        ({"target": [float("nan")]}, r"target is \[nan\]"),
-        ({"num_loss_counted_tokens": 2}, "num_loss_counted_tokens is 2"),
-        ({"token_type_ids": [0]}, "token_type_ids .* 4 numbers"),
+        (SINGLE, {"target": [2.0]}, "class is 2; .*0 to 1"),
+        (SINGLE, {"target": [0.5]}, r"class is 0\.5"),
+        (SINGLE, {"target": []}, r"target is \[\]"),
+        (SINGLE, {"target": [float("nan")]}, r"target is \[nan\]"),
+        (SINGLE, {"labels": [0, -100, -100, -100], "target": [1.0]}, "num_loss_counted_tokens is 2"),
+        (SINGLE, {"token_type_ids": [0]}, "token_type_ids .* 4 numbers"),
+        (MULTI, {"target": [1.0, 0.5]}, r"target is \[1.0, 0.5\], expected a 0 or 1 "),
+        (OF_WORDS, {"labels": [0, 2, -100, -100]}, "a label is 2; .*0 to 1"),
+        (OF_WORDS, {"labels": [0, -1, -100, -100]}, "a label is -1"),
+        (OF_WORDS, {"labels": [0, -100, -100, -100]}, "num_loss_counted_tokens is 2, but 1 labels"),
     ],
 )
-def test_a_row_that_breaks_the_contract_is_named(change, reason, encoder, tmp_path):
-    data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", REVIEWS), tmp_path / "out.arrow")
-    rows = pa.Table.from_batches([pa.ipc.open_file(tmp_path / "out.arrow").get_batch(0)]).to_pylist()
-    short = next(i for i, length in enumerate(data.lengths) if length == 4)
-    rows[short] |= change
-    with pa.OSFile(str(tmp_path / "out.arrow"), "wb") as file, pa.ipc.new_file(file, data.kind.schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=data.kind.schema))
-    sidecar = tmp_path / "out.arrow.meta.json"
-    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"file": None}))  # else its size is reported first
-    with pytest.raises(ValueError, match=rf"out\.arrow: row {short + 1}: .*{reason}"):
-        TokenizedData(tmp_path / "out.arrow").read(short)
+def test_a_row_that_breaks_the_contract_is_named(task, change, reason):
+    num_counted = 1 if "target" in change and "labels" not in change else 2
+    row = RowFacts(task, 4, num_counted, vocab_size=9, where="out.arrow: row 3")
+    sample = {name: np.array(value) for name, value in {"input_ids": [5, 6, 7, 8], "target": [1.0], **change}.items()}
+    with pytest.raises(ValueError, match=f"^out.arrow: row 3: .*{reason}"):
+        check_sample(COLUMNS[task.objective], sample, row)
 
 
 @pytest.mark.parametrize(
@@ -453,12 +473,9 @@ def test_a_row_that_breaks_the_contract_is_named(change, reason, encoder, tmp_pa
         ({"label_names": []}, r"single .*\[\]"),
     ],
 )
-def test_a_sidecar_that_says_what_cannot_be_is_refused(change, reason, encoder, tmp_path):
-    prepare(encoder, write_jsonl(tmp_path / "a.jsonl", REVIEWS), tmp_path / "out.arrow")
-    sidecar = tmp_path / "out.arrow.meta.json"
-    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | change))
-    with pytest.raises(ValueError, match=reason):
-        TokenizedData(tmp_path / "out.arrow")
+def test_a_sidecar_that_says_what_cannot_be_is_refused(change, reason):
+    with pytest.raises(ValueError, match=f"^a.json: .*{reason}"):
+        read_task({"objective": SEQUENCES, "label_type": "single", "label_names": ["a", "b"]} | change, named="a.json")
 
 
 def test_samples_and_labels_are_shown(encoder, tmp_path, capsys):

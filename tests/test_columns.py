@@ -1,11 +1,9 @@
 """Columns that change what should be learned: read as their authors mean them, or the file is refused by their name."""
 
-import csv
 from collections import Counter
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pandas as pd
 import pytest
 from data_runs import tokenize_rows
 from forked import run_forked
@@ -34,34 +32,24 @@ def prepare(model: Path, source: Path, **options) -> list[dict]:
 # Rows as the documentation of ms-swift, TRL, LLaMA-Factory, Axolotl and OpenAI has them, and the columns to be named.
 OF_OTHERS = {
     "KTO of ms-swift": ({"messages": WEATHER, "label": False}, ["label"]),
-    "a good answer of KTO": ({"messages": WEATHER, "label": True}, ["label"]),
     "DPO of ms-swift": ({"messages": WEATHER, "rejected_response": "I don't know"}, ["rejected_response"]),
-    "RM of ms-swift": ({"messages": WEATHER, "rejected_response": "no", "margin": 2}, ["rejected_response", "margin"]),
     "messages of ms-swift": ({"messages": WEATHER, "rejected_messages": WEATHER}, ["rejected_messages"]),
     "unpaired preference of TRL": ({"prompt": "The sky is", "completion": " blue.", "label": True}, ["label"]),
     "preference of TRL": ({"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}, ["chosen", "rejected"]),
     "implicit preference of TRL": ({"chosen": WEATHER, "rejected": WEATHER}, ["chosen", "rejected"]),
     "KTO of LLaMA-Factory": ({"conversations": [HUMAN, GPT], "kto_tag": False}, ["kto_tag"]),
-    "KTO of LLaMA-Factory, label": ({"instruction": "a", "input": "", "output": "b", "label": False}, ["label"]),
     "DPO of LLaMA-Factory": ({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, ["chosen", "rejected"]),
-    "DPO of OpenAI": (
-        {"input": {"messages": [ASK]}, "preferred_output": [ANSWER], "non_preferred_output": [ANSWER]},
-        ["preferred_output", "non_preferred_output"],
-    ),
-    "details of Axolotl": (
-        {"conversations": [HUMAN, GPT | {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]},
-        ["conversations.train_detail"],
-    ),
-    "masks of TRL": ({"messages": WEATHER, "assistant_masks": [0, 1]}, ["assistant_masks"]),
-    "completion masks of TRL": ({"prompt": "a", "completion": "b", "completion_mask": [0, 1]}, ["completion_mask"]),
+    "DPO of OpenAI": ({"input": {"messages": [ASK]}, "preferred_output": [ANSWER], "non_preferred_output": [ANSWER]},
+                      ["preferred_output", "non_preferred_output"]),
+    "details of Axolotl": ({"conversations": [HUMAN, GPT | {"train_detail": [{"begin_offset": 0, "end_offset": 1}]}]},
+                           ["conversations.train_detail"]),
     "a sample's weight": ({"text": "a b", "sample_weight": 0.1}, ["sample_weight"]),
     "a score": ({"messages": WEATHER, "score": 0.1}, ["score"]),
     "a label of a message": ({"messages": [ASK, ANSWER | {"label": False}]}, ["messages.label"]),
     "unmask where no chat is": ({"prompt": "a", "completion": "b", "unmask": True}, ["unmask"]),
     "images that are not read": ({"messages": WEATHER, "images": ["a.png"]}, ["images"]),
     "a system prompt that is not read": ({"messages": WEATHER, "system": "Be brief."}, ["system"]),
-    "camel case": ({"messages": WEATHER, "rejectedResponse": "I don't know"}, ["rejectedResponse"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
@@ -106,13 +94,8 @@ def test_columns_of_tables_are_refused_and_empty_cells_say_nothing(ending, model
     rows = [{"prompt": "12 and 30?", "completion": "42", "label": ""}, {"prompt": "1?", "completion": "2", "label": ""}]
 
     def write(path: Path) -> Path:
-        if ending == ".parquet":
-            pq.write_table(pa.Table.from_pylist(rows), path)
-            return path
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        frame = pd.DataFrame(rows)
+        frame.to_parquet(path) if ending == ".parquet" else frame.to_csv(path, index=False)
         return path
 
     assert len(prepare(model, write(tmp_path / f"a{ending}"))) == 2
@@ -242,4 +225,6 @@ def test_names_are_compared_by_their_words():
     same = ("rejected_response", "rejectedResponse", "Rejected Response", "REJECTED-RESPONSE", " rejected_response ")
     assert len({find_meaning(name) for name in same}) == 1 and find_meaning(same[0]) is not None
     harmless = ("id", "source", "category", "prompt_id", "model", "language_score", "difficulty", "thumbnail", "views")
-    assert [find_meaning(name) for name in harmless] == [None] * len(harmless)
+    assert [find_meaning(name) for name in (*harmless, "passage", "problem")] == [None] * (len(harmless) + 2)
+    graded = ("resolved", "correctness_math_verify", "isCorrect", "is_reasoning_complete", "passed", "verified")
+    assert {find_meaning(name) for name in graded} == {"whether an answer is good or bad"}

@@ -206,6 +206,38 @@ def test_blocks_of_which_nothing_is_compiled_are_refused(world, tmp_path):
         check_compiled(model, CausalLM(), world=world)
 
 
+def skew(tensor: Tensor, by: float) -> Tensor:
+    """As it is, with another gradient."""
+    return by * tensor - ((by - 1) * tensor).detach()
+
+
+FORMS = {  # of a block's function: of each, the outputs or one gradient is wrong
+    "gradient of the input": lambda block, run, hidden, **row: run(skew(hidden, 2), **row),
+    "gradient of a weight": lambda block, run, hidden, **row: (
+        run(hidden, **row) + skew(block.mlp.down_proj.weight.sum(), 2) - block.mlp.down_proj.weight.sum()
+    ),
+    "one token": lambda block, run, hidden, **row: torch.cat([(out := run(hidden, **row))[:, :-1], 2 * out[:, -1:]], 1),
+    "outputs": lambda block, run, hidden, **row: (out := run(hidden, **row)) + out.detach(),
+    "not a number": lambda block, run, hidden, **row: run(hidden, **row) * float("nan"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gradient_or_an_output_of_one_block_that_is_wrong_is_found(form, world, tmp_path):
+    model = build(save_model(FAMILIES["llama"], tmp_path), world, compile=True)
+    for compiled in model.compiled:
+        compiled.compiled = compiled.function
+    wrong, last = functools.partial(FORMS[form], find_blocks(model.model)[-1]), model.compiled[-1]
+    last.compiled = functools.partial(wrong, last.function)
+    with pytest.raises(
+        ValueError, match=r"^--compile: model\.layers\.1 .*something else once compiled.*\(1 of 2 blocks"
+    ):
+        check_compiled(model, CausalLM(), world=world)
+    assert model.training
+    assert all(compiled.replacement is None for compiled in model.compiled)
+    assert all(param.grad is None for param in model.parameters())
+
+
 def test_selective_checkpointing_of_attention_that_cannot_be_compiled_is_refused(world, tmp_path):
     path = save_model(FAMILIES["llama"], tmp_path)
     with pytest.raises(ValueError, match=r"--activation-checkpointing selective .*--attention"):

@@ -84,42 +84,38 @@ def export_of(run: Path) -> Path:
     return export
 
 
-# Readers of an export's weights: (world, root, skip_verification) -> anything.
-def train_on_export(world, root: Path, skip: bool) -> None:
-    train_here(world, **OPTIONS, max_steps=1, model_name_or_path=str(export_of(root / "full")), skip_verification=skip,
-               data_path=str(root / "data.arrow"), output_dir=str(root / "new"))  # fmt: skip
+# Readers of an export's weights, which is `export`, or of the data beside it.
+def train_on_export(world, root: Path, export: Path, **skip: bool) -> None:
+    train_here(world, **OPTIONS, max_steps=1, model_name_or_path=str(export), data_path=str(root / "data.arrow"),
+               output_dir=str(root / "new"), **skip)  # fmt: skip
 
 
-def generate_by_export(world, root: Path, skip: bool) -> None:
+def generate_by_export(world, root: Path, export: Path, **skip: bool) -> None:
     (root / "prompts.txt").write_text("Hi\n")
     given = dict(prompts=str(root / "prompts.txt"), output=str(root / "a.jsonl"), max_new_tokens=1)
-    model = str(export_of(root / "full"))
-    generate(group_options(GenerateOptions, **given, model=model, skip_verification=skip), world)
+    generate(group_options(GenerateOptions, **given, model=str(export), **skip), world)
 
 
-def evaluate_export(world, root: Path, skip: bool) -> None:
-    given = dict(data=str(root / "data.arrow"), output_dir=str(root / "seen"), model=str(export_of(root / "full")))
-    evaluate(group_options(EvaluateOptions, **given, skip_verification=skip), world)
+def evaluate_export(world, root: Path, export: Path, **skip: bool) -> None:
+    given = dict(data=str(root / "data.arrow"), output_dir=str(root / "seen"), model=str(export))
+    evaluate(group_options(EvaluateOptions, **given, **skip), world)
 
 
-def score_by_export(world, root: Path, skip: bool) -> None:
-    score_here(world, export_of(root / "full"), root / "data.arrow", name="other", skip_verification=skip)
+def score_by_export(world, root: Path, export: Path, **skip: bool) -> None:
+    score_here(world, export, root / "data.arrow", name="other", **skip)
 
 
-def merge_adapter_into_export(world, root: Path, skip: bool) -> None:
-    merge_adapter(
-        MergeAdapterOptions(adapter=str(export_of(root / "lora")), model_name_or_path=str(export_of(root / "full")),
-                            output_dir=str(root / "merged"), skip_verification=skip),
-        world,
-    )  # fmt: skip
+def merge_adapter_into_export(world, root: Path, export: Path, **skip: bool) -> None:
+    given = dict(adapter=str(export_of(root / "lora")), output_dir=str(root / "merged"))
+    merge_adapter(MergeAdapterOptions(**given, model_name_or_path=str(export), **skip), world)
 
 
-def convert_export(world, root: Path, skip: bool) -> None:
-    model, output = str(export_of(root / "full")), str(root / "model.gguf")
-    export_gguf(ExportGgufOptions(model_name_or_path=model, output=output, dtype="f32", skip_verification=skip))
+def convert_export(world, root: Path, export: Path, **skip: bool) -> None:
+    given = dict(model_name_or_path=str(export), output=str(root / "model.gguf"), dtype="f32")
+    export_gguf(ExportGgufOptions(**given, **skip))
 
 
-Reader = Callable[[object, Path, bool], None]
+Reader = Callable[..., None]
 READERS = [train_on_export, generate_by_export, evaluate_export, score_by_export, merge_adapter_into_export,
            convert_export]  # fmt: skip
 
@@ -131,10 +127,10 @@ def test_weights_that_changed_since_their_export_are_refused_by_all_that_read_th
     flip_bit(weights, 0.9)
     assert tensors.keys() == load_file(weights).keys()  # of the same form
     with pytest.raises(ValueError, match=rf"full/.*model.safetensors: {DAMAGED} .*manifest.json"):
-        read(world, root, False)
+        read(world, root, export_of(root / "full"))
     assert not any((root / name).exists() for name in ("a.jsonl", "mixed", "merged", "model.gguf"))
     if read not in (convert_export, merge_adapter_into_export):  # not for llama.cpp, and another adapter's
-        read(world, root, True)
+        read(world, root, export_of(root / "full"), skip_verification=True)
 
 
 @pytest.mark.parametrize("read", [train_on_export, evaluate_export, score_by_export])
@@ -145,8 +141,8 @@ def test_tokens_that_changed_are_refused_by_all_that_read_them(read: Reader, wor
     content[content.index(token.to_bytes(4, "little"))] ^= 1
     data.write_bytes(content)
     with pytest.raises(RunError, match=rf"data.arrow: {DAMAGED} .*data.arrow.meta.json"):
-        read(world, root, False)
-    read(world, root, True)
+        read(world, root, export_of(root / "full"))
+    read(world, root, export_of(root / "full"), skip_verification=True)
 
 
 def test_a_sidecar_that_was_edited_is_a_warning(world, root, caplog):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from breadth import long
 from continual_runs import NUM_ROWS, chat, make_inputs, read_options, run, write_lines
 from safetensors.torch import load_file
 from tiny_data import read_lines
@@ -211,18 +210,14 @@ def test_own_answers_are_made_before_the_next_task(tmp_path: Path):
     assert [set(row.get("score", ())) for row in sequence.rows] == [set(), {"twice"}, {"twice", "shout"}]
 
 
-@pytest.mark.parametrize("basis", [long("weights"), pytest.param("activations", marks=pytest.mark.wide)])
-def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
-    """Checks all exports against the bases that each run has left."""
+@pytest.mark.long
+def test_osft_keeps_all_earlier_bases(tmp_path: Path):
+    """Checks all exports against the bases that each run has left, and what the statistics are measured on."""
     settings = make_inputs(tmp_path)
-    settings["train"] |= {"osft": True, "osft_unfreeze_rank_ratio": 0.5}
-    if basis == "activations":
-        data = write_lines(tmp_path / "known.jsonl", [chat(f"first: {word}", word[0]) for word in ("red", "blue")] * 8)
-        settings["probes"] = [{"name": "known", "held_out": data}]
-        settings["train"] |= {
-            "osft_basis": basis,
-            "osft_calibration_data": f"{tmp_path}/runs/data/known/held_out/known_held_out.arrow",
-        }
+    data = write_lines(tmp_path / "known.jsonl", [chat(f"first: {word}", word[0]) for word in ("red", "blue")] * 8)
+    settings["probes"] = [{"name": "known", "held_out": data}]
+    settings["train"] |= {"osft": True, "osft_unfreeze_rank_ratio": 0.5, "osft_basis": "activations"}
+    settings["train"]["osft_calibration_data"] = f"{tmp_path}/runs/data/known/held_out/known_held_out.arrow"
     settings["tasks"][1]["train"] = {"osft_unfreeze_rank_ratio": 0.25}
     root = run(settings, tmp_path)
     folders = [root / "order_1_seed_42" / name for name in ("1_twice", "2_shout")]
@@ -239,9 +234,8 @@ def test_osft_keeps_all_earlier_bases(tmp_path: Path, basis: str):
             free = kept[key].double()
             outside = oriented - oriented @ free @ free.T
             assert outside.norm() <= 1e-5 * change.norm() + 1e-12
-    if basis == "activations":
-        assert options[1]["osft_calibration_data"] == f"{root}/data/twice/train/twice.arrow"
-        assert options[1]["osft_statistics"] != options[0]["osft_statistics"]
+    assert options[1]["osft_calibration_data"] == f"{root}/data/twice/train/twice.arrow"
+    assert options[1]["osft_statistics"] != options[0]["osft_statistics"]
 
 
 def test_rows_keep_their_prompts():

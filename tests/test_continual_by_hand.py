@@ -9,22 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from continual_runs import make_inputs, read_options, run
 from tiny_data import read_lines
 
 WRITTEN_BETWEEN = ("prompts.jsonl", "rows.jsonl")  # by the driver
 MADE = (".safetensors", ".arrow", ".jsonl", ".scores")
 TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
-OSFT = {"osft": True, "osft_unfreeze_rank_ratio": 0.5}
-METHODS = {
-    "own answers": {
-        "adapters": "continued",
-        "train": {"lora": True, "lora_rank": 4},
-        "replay": {"kind": "own-answers", "num_prompts": 8, "min_score": 0.0, "share": 0.3, "teacher_weight": 0.5},
-    },
-    "statistics": {"train": OSFT | {"osft_basis": "activations"}, "replay": {"kind": "rows", "share": 0.3}},
-}
+OWN_ANSWERS = {"kind": "own-answers", "num_prompts": 8, "min_score": 0.0, "share": 0.3, "teacher_weight": 0.5}
 
 
 def repeat(before: Path, again: Path, folder: Path) -> int:
@@ -33,25 +24,17 @@ def repeat(before: Path, again: Path, folder: Path) -> int:
         if path.name in WRITTEN_BETWEEN or (path.is_symlink() and path.is_file()):  # not hf_format/latest
             (copy := again / path.relative_to(before)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-    done, statistics = sorted(before.rglob("*.done"), key=lambda path: path.stat().st_mtime_ns), None
+    done = sorted(before.rglob("*.done"), key=lambda path: path.stat().st_mtime_ns)
+    kept = ("PATH", "HOME", "PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
     for path in done:
         config = again / path.relative_to(before).with_suffix(".yaml")
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text(path.with_suffix(".yaml").read_text().replace(str(before), str(again)))
-        if "osft_statistics" in (options := yaml.safe_load(config.read_text())):
-            if statistics is not None:
-                shutil.copyfile(statistics, options["osft_statistics"])  # as the driver hands it on
-            statistics = options["osft_statistics"]
-        start_by_hand(config.stem, config, folder)
+        command = [sys.executable, "-m", "mini_trainer", config.stem, "--config", str(config)]
+        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, f"{config}: {ended.stdout}{ended.stderr}"
     return len(done)
-
-
-def start_by_hand(word: str, config: Path, folder: Path) -> None:
-    kept = ("PATH", "HOME", "PYTHONPATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
-    environment = {name: os.environ[name] for name in kept if name in os.environ}
-    command = [sys.executable, "-m", "mini_trainer", word, "--config", str(config)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{config}: {done.stdout}{done.stderr}"
 
 
 def read_made(root: Path) -> dict[str, Any]:
@@ -69,12 +52,9 @@ def read_made(root: Path) -> dict[str, Any]:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("method", METHODS)
-def test_option_files_are_complete(method: str, tmp_path: Path):
-    settings = make_inputs(tmp_path)
-    settings |= METHODS[method] | {"train": settings["train"] | METHODS[method]["train"]}
-    if method == "statistics":
-        settings["tasks"][0]["train"] = {"osft_calibration_data": str(tokenize(settings, tmp_path))}
+def test_option_files_are_complete(tmp_path: Path):
+    settings = make_inputs(tmp_path) | {"adapters": "continued", "replay": OWN_ANSWERS}
+    settings["train"] |= {"lora": True, "lora_rank": 4}
     before, again = run(settings, tmp_path), tmp_path / "by_hand"
     done = {path: path.stat().st_mtime_ns for path in before.rglob("*.done")}
     run(settings, tmp_path)
@@ -84,15 +64,7 @@ def test_option_files_are_complete(method: str, tmp_path: Path):
     assert made[0].keys() == made[1].keys()
     assert [name for name in made[0] if made[0][name] != made[1][name]] == []
     kinds = {Path(name).name for name in made[0]}
-    assert {"adapter_model.safetensors", "model.safetensors"} & kinds and "twice.answers.jsonl" in kinds
-
-
-def tokenize(settings: dict[str, Any], folder: Path) -> Path:
-    options = {"input_file": settings["tasks"][1]["held_out"], "model_name_or_path": settings["model"]}
-    options |= {"output_file": str(folder / "known.arrow"), "num_proc": 1}
-    (config := folder / "known.yaml").write_text(yaml.safe_dump(options))
-    start_by_hand("process-data", config, folder)
-    return folder / "known.arrow"
+    assert {"adapter_model.safetensors", "twice.answers.jsonl"} <= kinds
 
 
 @pytest.mark.long

@@ -28,13 +28,6 @@ def test_every_method_is_accepted(name):
     assert {task.name for task in methods[0].tasks} == {verb.lower() for verb in TASKS}
 
 
-def test_the_small_version_has_methods_of_the_whole_one():
-    recipes = ROOT / "examples" / "recipes"
-    whole, small = (read_settings(recipes / f"{name}.yaml") for name in ("continual", "continual_small"))
-    for one in small:
-        assert one.train in [other.train for other in whole] and one.tasks == whole[0].tasks
-
-
 def test_numbers_of_tests_are_in_no_other_file(directory):
     numbers = {
         path.stem: {question.split()[1] for question, _ in read_chats(path) if question.split()[1].isdigit()}

@@ -84,20 +84,6 @@ def test_missing_cells_and_an_experiment_that_still_runs_are_shown_as_such(tmp_p
     write_page(tmp_path / "page.html", [experiment])
 
 
-@needs_browser
-@pytest.mark.slow
-def test_the_start_models_row_alone_has_a_page(browser, tmp_path):
-    made = make_experiment("a", kinds=("loss",))
-    start = dataclasses.replace(made.sequences[0], rows=made.sequences[0].rows[:1])
-    write_page(tmp_path / "page.html", [dataclasses.replace(made, sequences=(start,))])
-    browser.open((tmp_path / "page.html").as_uri())
-    assert browser.list_complaints() == []
-    assert browser.ask(TEXTS.format("#derived b")) == ["–"] * 6
-    cells = browser.ask(TEXTS.format("#map tbody td"))
-    assert "–" not in cells[:4] and cells[4:] == ["–"] * 12
-    assert browser.ask("byId('front').hidden && !document.querySelector('#map .own')")
-
-
 # ---- comparisons
 
 
@@ -226,13 +212,3 @@ def test_a_browser_lays_experiments_over_each_other(browser, tmp_path):
     assert "negated" in browser.ask("byId('about').textContent")
     first = browser.ask("luminance(mix(0)) < luminance(mix(0.5)) && luminance(mix(0.5)) < luminance(mix(1))")
     assert first and browser.ask(CONTRAST) >= 4.5
-
-    for width, is_dark in ((1280, True), (390, False)):
-        browser.open((tmp_path / "page.html").as_uri(), width=width, is_dark=is_dark)
-        assert browser.ask("document.documentElement.scrollWidth") <= width
-        assert browser.ask(CONTRAST) >= 4.5 and browser.list_complaints() == []
-        outside = """[...document.querySelectorAll('#curves text, #points text')].filter(text => {
-            const box = text.getBoundingClientRect();
-            return box.left < 0 || box.right > document.documentElement.clientWidth;
-        }).map(text => text.textContent)"""
-        assert browser.ask(outside) == []

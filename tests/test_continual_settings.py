@@ -40,28 +40,17 @@ def of_methods(one: Any, **changes: Any) -> dict[str, Any]:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     # Keys and types at the top.
-    (GOOD | {"learning_rate": 1}, "unknown option 'learning_rate'"),
-    (drop("model", GOOD), "model: required"),
-    (drop("output_dir", GOOD), "output_dir: required"),
+    (GOOD | {"learning_rate": 1}, "unknown option 'learning_rate'"), (drop("model", GOOD), "model: required"),
     (GOOD | {"model": ["M", "N"]}, "model: given ['M', 'N']"),
     (GOOD | {"num_processes": 0}, "num_processes 0: must be at least 1"),
-    (GOOD | {"orders": "all"}, "orders cannot be 'all'"),
-    (GOOD | {"seeds": [1, 1]}, "seeds: given [1, 1]"),
-    (GOOD | {"seeds": []}, "seeds: given []"),
-    (GOOD | {"seeds": ["x"]}, "seeds cannot be ['x']"),
-    (GOOD | {"measure": "some"}, "measure cannot be 'some'"),
+    (GOOD | {"orders": "all"}, "orders cannot be 'all'"), (GOOD | {"seeds": [1, 1]}, "seeds: given [1, 1]"),
     (GOOD | {"export": "best"}, "tasks: a: export: best needs"),
     (GOOD | {"adapters": "continued"}, "adapters: continued: "),
     # Tasks and probes.
-    (drop("tasks", GOOD), "tasks: none"),
-    (GOOD | {"tasks": {"a": {}}}, "tasks: given {'a': {}}"),
-    (GOOD | {"tasks": ["a"]}, "tasks[0]: given 'a'"),
+    (drop("tasks", GOOD), "tasks: none"), (GOOD | {"tasks": ["a"]}, "tasks[0]: given 'a'"),
     (GOOD | {"tasks": [drop("name", A)]}, "tasks[0]: name: required"),
     (change_task(tets="test.jsonl"), "tasks[1]: unknown option 'tets'"),
-    (change_task(name="../b"), "tasks, probes: name '../b': "),
-    (change_task(name="a"), "tasks, probes: name 'a': "),
-    (change_task(name="b_held_out"), "name 'b_held_out': "),
-    (GOOD | {"probes": [{"name": "a", "test": "t"}]}, "tasks, probes: name 'a': "),
+    (change_task(name="../b"), "tasks, probes: name '../b': "), (change_task(name="b_held_out"), "name 'b_held_out': "),
     (GOOD | {"probes": [A | {"name": "p"}]}, "probes[0]: unknown option 'input_file'"),
     (GOOD | {"tasks": [A, drop("input_file", B)]}, "tasks: b: give input_file "),
     (change_task(data_path="b.arrow"), "tasks: b: give input_file "),
@@ -69,7 +58,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (change_task(metric="exactmatch"), "tasks: b: metric: given 'exactmatch'"),
     (GOOD | {"tasks": [A, drop("test", B) | {"held_out": "h"}]}, "tasks: b: metric has"),
     # Options of the programs.
-    (GOOD | {"train": ["a"]}, "train: given ['a']"),
     (GOOD | {"train": {"output_dir": "x"}}, "train: output_dir: is set"),
     (GOOD | {"train": {"max-epochs": 1, "max_epochs": 2}}, "train: max_epochs: is given"),
     (GOOD | {"train": {"max_epochs": 1, "teacher_divergence": "jsd"}}, "--teacher-divergence: "),
@@ -81,17 +69,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"train": OSFT | {"lora": True}}, "tasks: a: train: --lora and --osft "),
     (change_task(train={"learning_rate": "fast"}), "tasks[1]: train: learning_rate cannot be 'fast'"),
     (change_task(train={"batch_size": -3}), "tasks: b: train: --batch-size -3: "),
-    (change_task(evaluate={"max_tokens": 3}), "tasks[1]: evaluate: unknown option 'max_tokens'"),
-    (change_task(evaluate={"max_new_tokens": 0}), "tasks: b: evaluate: --max-new-tokens 0: "),
-    (GOOD | {"process_data": {"output_file": "x"}}, "process_data: output_file: is set"),
-    (GOOD | {"process_data": {"num_proc": 0}}, "tasks: a: process_data: --num-proc 0: "),
     # Replay.
-    (GOOD | {"replay": "rows"}, "replay: given 'rows'"),
     (GOOD | {"replay": {"share": 0.1}}, "replay: kind: required"),
     (GOOD | {"replay": {"kind": "row"}}, "replay: kind cannot be 'row'"),
     (GOOD | {"replay": {"kind": "rows", "num_prompts": 3}},
      "replay: num_prompts has no effect with kind rows, only with own-answers"),
-    (GOOD | {"replay": {"kind": "own-answers", "num_prompts": 0}}, "replay: num_prompts 0: must be at least 1"),
     (GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": TAUGHT}, "train of a, b has a teacher_weight"),
     (GOOD | {"replay": {"kind": "rows"}, "tasks": [A]}, "replay: has no effect with one task; give known"),
     (GOOD | {"replay": {"kind": "rows", "known": "s3://x/y.jsonl"}}, "replay: known: s3://x/y.jsonl: must be local"),
@@ -99,13 +81,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     # Methods.
     (GOOD | {"methods": {"full": {}}}, "methods: given {'full': {}}"),
     (GOOD | {"methods": {"a b": {}, "c": {}}}, "methods: name 'a b': "),
-    (GOOD | {"methods": {"data": {}, "c": {}}}, "methods: data: "),
-    (of_methods(3), "methods: one: given 3"),
+    (GOOD | {"methods": {"data": {}, "c": {}}}, "methods: data: "), (of_methods(3), "methods: one: given 3"),
     (of_methods({"tasks": []}), "methods: one: given ['tasks']"),
-    (of_methods({"train": [1]}), "methods: one: train: given [1]"),
     (of_methods({"train": {"foo": 1}}), "methods: one: train: unknown option 'foo'"),
-    (of_methods({"train": {"lora": True}}, train=[1]), "train: given [1]"),
-    (drop("output_dir", of_methods({})), "output_dir: required"),
 ]  # fmt: skip
 
 
@@ -145,26 +123,6 @@ def test_files_that_are_no_settings_are_refused(text: str, tmp_path: Path):
     (path := tmp_path / "tasks.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"tasks\.yaml: "):
         read_settings(path)
-
-
-def test_a_directory_whose_name_is_a_number_is_taken(tmp_path: Path):
-    (path := tmp_path / "tasks.yaml").write_text(yaml.safe_dump(of_methods({}, output_dir=7)))
-    assert {one.root.parent.name for one in read_settings(path)} == {"7"}
-
-
-def test_the_recipes_are_right():
-    found = {name: read_settings(ROOT / "examples" / "recipes" / name) for name in ("trace.yaml", "continual.yaml")}
-    assert [len(one) > 1 for one in found.values()] == [False, True]
-
-
-@pytest.mark.long
-def test_a_refusal_is_one_message_without_a_traceback(tmp_path: Path):
-    (path := tmp_path / "tasks.yaml").write_text(yaml.safe_dump(GOOD | {"modle": "M"}))
-    command = [sys.executable, "-m", "mini_trainer", "continual", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, check=False, cwd=tmp_path)
-    assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(rf"error: {path}: .*'modle'.*\n", done.stderr)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.fixture
@@ -342,15 +300,11 @@ def test_damaged_measurements_are_refused_by_file(kind: str, text: str | None, t
         read_cell(tmp_path, ONE, kind, root=tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"sets": 3}'])
-def test_damaged_results_of_evaluate_are_refused_by_file(text: str, tmp_path: Path):
+@pytest.mark.parametrize("text", ["{}", "[]"])
+def test_damaged_results_of_evaluate_and_answers_are_refused_by_file_and_line(text: str, tmp_path: Path):
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(ValueError, match=rf"^{tmp_path}/results\.json: .*; remove {tmp_path} to measure again$"):
         count_refused(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{}", "[]"])
-def test_damaged_answers_are_refused_by_line(text: str, tmp_path: Path):
     (path := tmp_path / "answers.jsonl").write_text(f'{{"index": 1, "answer": "a", "finish_reason": "stop"}}\n{text}\n')
     with pytest.raises(ValueError, match=r"answers\.jsonl: line 2 .*see index.*generate\.done"):
         read_answers(path)

@@ -27,6 +27,10 @@ from tiny_models import VOCAB_SIZE
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.rows.files import find_sources
 from mini_trainer.data.rows.labelled import read_known_labels
+from mini_trainer.data.rows.parts import Part, read_results, write_part
+from mini_trainer.data.rows.report import Totals
+from mini_trainer.data.rows.rows import ChunkResult
+from mini_trainer.data.rows.split import SideResult
 from mini_trainer.data.stores.disk import check_output_dir, remove_directory, remove_leftovers, written_aside
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData, read_sidecar
@@ -110,6 +114,17 @@ def test_class_weights_under_which_nothing_is_trained_are_refused():
     task = DataTask("sequence-classification", "single", ("a", "b"), 2)
     with pytest.raises(ValueError, match=r"--class-weights 0 1: every class in the data has weight 0"):
         choose_class_weights(("0", "1"), task, lambda: (np.array([5.0, 0.0]), 5))
+
+
+def test_a_part_of_which_one_token_changed_is_not_joined(tmp_path):
+    part, ids = Part(tmp_path, 1, 1), np.arange(100, dtype=np.int32)
+    write_part(part, [ChunkResult([SideResult(ids, Totals(0))], b"", [], 0)], dict)
+    (read,) = read_results([part])
+    np.testing.assert_array_equal(read.sides[0].samples, ids)
+    content = part.rows.read_bytes()
+    part.rows.write_bytes(content.replace(ids.tobytes(), ids[::-1].tobytes()))
+    with pytest.raises(ValueError, match=r"part 1/1: .*\.rows is damaged \(its hash"):
+        list(read_results([part]))
 
 
 # YAML.

@@ -53,14 +53,11 @@ def test_a_sample_without_and_with_colours(tokenizer, capsys):
     assert len(set(COLOURS.values())) == 4
     masked = format_sample(split_segments(sample.tokens, tokenizer), mask="<|MASK|>", in_colour=False)
     assert masked == "<|MASK|>42 \\x1b[2J\\u202e<|im_end|><|MASK|>"
+    weighted = make_sample(tokenizer, "How?", "42", weight=0.25)
+    shown = format_sample(split_segments(weighted.tokens, tokenizer), mask="", in_colour=False)
+    assert shown == "(weight 0.25) 42<|im_end|>"
     print_samples([sample], tokenizer, mask=None)
     assert capsys.readouterr().out == f"\n--- in.jsonl:1: {len(sample.tokens.labels)} tokens, 10 trained\n{plain}\n"
-
-
-def test_weights_are_shown(tokenizer):
-    sample = make_sample(tokenizer, "How?", "42", weight=0.25)
-    shown = format_sample(split_segments(sample.tokens, tokenizer), mask="", in_colour=False)
-    assert shown == "(weight 0.25) 42<|im_end|>"
 
 
 def test_long_texts_are_folded():

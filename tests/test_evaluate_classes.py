@@ -9,20 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_classifiers
 import torch
 from evaluations import evaluate_here, list_means
-from forked import succeed
 from in_process import train_here
-from processes import flags
 from sklearn import metrics
-from tiny_classifiers import (
-    CLASSIFIERS,
-    make_class_samples,
-    predict_plainly,
-    save_base,
-    save_classifier,
-    write_classified,
-)
+from tiny_classifiers import CLASSIFIERS, make_class_samples, predict_plainly, save_classifier, write_classified
 from tiny_data import make_samples, read_lines, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from tiny_pairs import NUM_PAIRS, sum_plainly, write_pairs
@@ -101,7 +93,7 @@ def test_scores_are_those_of_transformers_and_scikit_learn(kind, world, inputs, 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_scores_of_an_export_are_those_of_the_runs_validation(method, world, inputs, tmp_path):
     adapter = dict(lora=True, lora_rank=2) if method == "lora" else {}
-    model, data = save_base(CLASSIFIERS["distilbert"], tmp_path / "base"), inputs["single"]["data"]
+    model, data = tiny_classifiers.save_base(CLASSIFIERS["distilbert"], tmp_path / "base"), inputs["single"]["data"]
     train_here(
         world, **adapter, model_name_or_path=str(model), data_path=data, validation_data_path=data, max_steps=2,
         objective=SEQUENCES, batch_size=8, max_tokens_per_gpu=64, learning_rate=1e-2, export_dtype="float32",
@@ -114,22 +106,10 @@ def test_scores_of_an_export_are_those_of_the_runs_validation(method, world, inp
     assert measured["extras"][0]["classification"]["confusion_matrix"] == last["confusion_matrix"]
 
 
-@pytest.mark.wide
-@pytest.mark.slow
-def test_two_processes_find_what_one_finds(inputs, world, tmp_path):
-    files = inputs["tokens"]
-    words = flags(output_dir=tmp_path / "two", model=files["first"], data=files["data"], num_resamples=200)
-    succeed(2, "evaluate_model.py", *words)
-    one = evaluate_here(world, tmp_path / "one", model=files["first"], data=files["data"])
-    two = json.loads((tmp_path / "two" / "results.json").read_text())
-    for measured, other in zip(one["sets"], two["sets"], strict=True):
-        assert list_means(measured) == {name: pytest.approx(means) for name, means in list_means(other).items()}
-
-
 def test_sets_that_are_not_for_a_model_are_refused(world, inputs, tmp_path):
     single, chats = inputs["single"], tmp_path / "chats.arrow"
     language_model = str(save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "llama")))
-    base = str(save_base(CLASSIFIERS["bert"], tmp_path / "base"))
+    base = str(tiny_classifiers.save_base(CLASSIFIERS["bert"], tmp_path / "base"))
     write_samples(chats, make_samples(3, vocab_size=VOCAB_SIZE))
     sidecar = json.loads(Path(f"{single['data']}.meta.json").read_text())
     other = tmp_path / "other.arrow"

@@ -24,6 +24,7 @@ from mini_trainer.run.export_check import (
     MARGIN,
     TOLERANCE_4_BITS,
     Said,
+    carry_check,
     compare,
     cut_answer,
     read_check,
@@ -116,6 +117,8 @@ def test_check_export_takes_a_broken_or_damaged_export(whole, tmp_path):
     base, broken = whole.with_name("model"), Path(shutil.copytree(whole, tmp_path / "export"))
     recorded = json.loads((whole / CHECK_FILE).read_text())
     check_export(whole, make_parts(base), recorded)
+    merged = json.loads(carry_check(whole, torch.bfloat16)[CHECK_FILE])  # of an adapter in fp32 that was merged so
+    assert merged == recorded | dict(dtype="bfloat16", tolerance=0.3) and recorded["tolerance"] == 0.02
     change_weights(swap_layers)(broken)
     with pytest.raises(ValueError, match=r"--check-export: .*export, loaded back: .* apart"):
         check_export(broken, make_parts(base), recorded)
@@ -124,10 +127,10 @@ def test_check_export_takes_a_broken_or_damaged_export(whole, tmp_path):
         check_export(broken, make_parts(base), recorded)
 
 
-LORA = dict(lora=True, lora_rank=4, learning_rate=5e-2)
+LORA = dict(lora=True, lora_rank=4, learning_rate=5e-2, check_export=True)
 KINDS = {
     "adapter": LORA,
-    "4 bits": LORA | dict(base_quantization="nf4"),
+    "4 bits": LORA | dict(base_quantization="nf4", check_export=False),
     "classifier": dict(objective="sequence-classification", format="classification"),
     "classifier's adapter": LORA | dict(objective="sequence-classification", format="classification"),
     "reward": dict(objective="reward", format="preference"),
@@ -162,6 +165,16 @@ def test_a_run_records_what_its_export_does_not_answer(kind, whole, world, tmp_p
             verify(VerifyOptions(path=(str(export),), against="transformers"))
 
 
+def test_an_export_that_answers_otherwise_is_left_for_the_next_start(whole, world, tmp_path, monkeypatch):
+    base, rows = whole.with_name("model"), write_jsonl(tmp_path / "rows.jsonl", ROWS[None])
+    data = tokenize_rows(base, rows, tmp_path / "data.arrow")
+    given = dict(model_name_or_path=str(base), data_path=str(data), output_dir=str(tmp_path / "run"))
+    monkeypatch.setattr("mini_trainer.run.exports.compare", lambda recorded, said: ["otherwise"])
+    with pytest.raises(ValueError, match=r"--check-export: .*samples_4, loaded back: otherwise"):
+        train_here(world, **given, max_steps=1, batch_size=4, max_tokens_per_gpu=256, check_export=True)
+    assert [path.name for path in (tmp_path / "run" / "hf_format").iterdir()] == [".rejected_samples_4"]
+
+
 class Mute:
     """A tokenizer that knows no word of a text."""
 
@@ -180,6 +193,7 @@ def test_a_tokenizer_without_english_or_with_more_tokens_or_a_short_context_ends
     change_json(base / "config.json", max_position_embeddings=12)
     model, parts = build(base, world), make_parts(base)
     assert {len(prompt["ids"]) for prompt in record_answers(model, parts, world=world)["prompts"]} == {4}
+    assert model.training  # as before
     model.model.config.vocab_size = 70
     assert len(record_answers(model, parts, world=world)["prompts"]) < 4
     recorded = record_answers(model, replace(parts, tokenizer=Mute(parts.tokenizer)), world=world)

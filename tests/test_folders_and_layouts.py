@@ -171,21 +171,11 @@ def test_a_list_in_a_file_of_lines(model, expected, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        '{"a": 1}\n{"a": 2}\n',
-        '{"a": 1}',
-        '{"messages": [{"role": "us\n{"messages": []}\n',
-        '\n\n{"a": 1}\n',
-        '{"a": 1,}\n{"a": 2}\n',
-        '{\n{"a": 2}\n{"a": 3}\n',
-        '[\n\n{"a": 2}\n',
-        "{'a': 1}\n{'a': 2}\n",
-        "[1, 2]\n[3]\n",
-        "nonsense\nmore\n",
-        "",
-        "\n",
-        '"text"\n',
+        '{"a": 1}\n{"a": 2}\n', '{"a": 1}', '{"messages": [{"role": "us\n{"messages": []}\n', '\n\n{"a": 1}\n',
+        '{"a": 1,}\n{"a": 2}\n', '{\n{"a": 2}\n{"a": 3}\n', '[\n\n{"a": 2}\n', "{'a': 1}\n{'a': 2}\n",
+        "[1, 2]\n[3]\n", "nonsense\nmore\n", "", "\n", '"text"\n',
     ],
-)
+)  # fmt: skip
 def test_lines_and_damaged_lines_are_left_to_the_rows(text):
     assert find_fault(text.encode(), may_be_list=False) is None
 

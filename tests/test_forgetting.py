@@ -149,9 +149,3 @@ def test_the_words_of_held_out_prompts_are_trained():
         set(re.findall(r"\w+", " ".join(wordings).lower())) for wordings in (TRAINED_WORDINGS, HELD_OUT_WORDINGS)
     )
     assert asked <= known and {POLITE.lower().rstrip("!"), CURT.lower().rstrip("!")}.isdisjoint(known)
-
-
-def test_the_page_shows_the_wordings_of_its_data():
-    page = (ROOT / "docs" / "tasks" / "preferences.md").read_text()
-    assert "examples/quickstart/make_preferences.py" in page and "examples/recipes/preferences.yaml" in page
-    assert f"{ANSWER.format(code='P5S')} {POLITE}" in page

@@ -13,8 +13,8 @@ from forked import run_forked, succeed
 from peft import LoraConfig, get_peft_model
 from processes import flags
 from tiny_data import read_lines, write_jsonl
-from tiny_models import FAMILIES, SHAPE, save_model, save_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, BambaConfig, Lfm2Config, Qwen3NextConfig
+from tiny_models import FAMILIES, HYBRIDS, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.rows.prompts import encode_prompt, read_prompts
 from mini_trainer.distributed.ending import RunError
@@ -26,17 +26,6 @@ from mini_trainer.use.inference.engine import Request
 from mini_trainer.use.inference.hf_engine import find_padding_obstacle, make_generation_config
 
 QUESTIONS = ["Hi", "Who are you?", "What is 12 and 30, and is it more than 40?", "Hi", "a b c d e f g h i j", "Why?"]
-HYBRIDS = {
-    "lfm2": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
-    "bamba": BambaConfig(
-        **SHAPE, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1,
-    ),
-    "qwen3_next": Qwen3NextConfig(
-        **SHAPE, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-        linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
-    ),
-}  # fmt: skip
 NEW = 12
 
 
@@ -73,7 +62,9 @@ def plain(root, llama, questions, world) -> list[dict]:
     return run(world, root / "plain.jsonl", model=llama, prompts=questions)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma3", "gpt2", "gpt_oss_sinks", *map(long, HYBRIDS)])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral_window", "gemma3", "gpt2", "gpt_oss_sinks", *map(long, list(HYBRIDS)[:4])]
+)
 def test_greedy_answers_of_a_batch_are_those_of_generate_one_by_one(name, root, questions, world, tmp_path):
     path = make_model(tmp_path, name)
     lines = run(world, tmp_path / "answers.jsonl", model=str(path), prompts=questions, batch_size=4)
@@ -99,7 +90,7 @@ def test_models_that_padding_would_change_are_found_by_rule_and_by_measuring(roo
         return find_padding_obstacle(model, config)
 
     assert find(llama) is None
-    assert "recurrent" in find(str(make_model(root, "lfm2")))
+    assert "recurrent" in find(str(make_model(root, "short convolution")))
     assert "repetition" in find(llama, repetition_penalty=1.1)
     # padding that is taken for a token of the prompt
     model = AutoModelForCausalLM.from_pretrained(llama)

@@ -5,23 +5,18 @@ A server's reasoning and tool calls are kept, in the form of rows, and another s
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from forked import run_forked
 from openai.types.chat import ChatCompletion, ChatCompletionAssistantMessageParam
 from openai_standin import Refusal, Server, repeat, serve
-from processes import ENV, ROOT, flags
 from pydantic import TypeAdapter
 from stock_templates import make_tokenizer
 from tiny_data import read_lines, write_jsonl
-from tiny_models import FAMILIES, change_json, save_model, save_tokenizer
+from tiny_models import FAMILIES, save_model, save_tokenizer
 from trait_templates import TRAITS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_standin import install_vllm
@@ -277,6 +272,18 @@ def test_an_answer_cannot_drive_the_terminal(server, monkeypatch, capsys):
     assert r"A \x1b]0;TITLE\x07 B \x1b[2J\u202eEND" in out and r"/\x1b[31m" in out
 
 
+def test_ctrl_c_ends_an_answer_and_not_the_program(server, monkeypatch, capsys):
+    def stream(prompt: Prompt) -> Iterator[str]:
+        yield "half"
+        raise KeyboardInterrupt
+
+    typed, engine = iter(["hello", "/help", "/exit"]), connect(server)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    monkeypatch.setattr(engine, "stream", stream)
+    chat(engine)
+    assert "/system TEXT" in capsys.readouterr().out.split("half (interrupted)")[1]
+
+
 def test_a_servers_answer_streams_into_a_chat(server, monkeypatch, capsys):
     typed = iter(["/system be brief", "hello there", "again", "/reset", "new", "/nonsense", "/help", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
@@ -291,14 +298,6 @@ def test_a_servers_answer_streams_into_a_chat(server, monkeypatch, capsys):
         [system, ("user", "new")],
     ]
     assert next(typed) == "never"
-
-
-@pytest.mark.slow
-def test_an_engine_that_is_not_installed_is_refused(tmp_path):
-    words = flags(model=save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "m")), engine="vllm")
-    done = run_forked(0, "generate.py", *words)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "--engine vllm " in done.stderr and "pip install vllm" in done.stderr
 
 
 def run_vllm(world, model: Path, prompts: str, output: Path, **changes: object) -> list[dict]:
@@ -326,21 +325,20 @@ def test_what_vllm_is_asked(prompts, world, tmp_path, monkeypatch):
     assert params == kept | dict(temperature=0.5, top_k=7, max_tokens=9)
 
 
-def test_answers_of_vllm_are_written_as_they_are_completed(prompts, world, tmp_path, monkeypatch):
+def test_answers_of_vllm_are_written_as_they_are_completed(prompts, world, tmp_path, monkeypatch, model):
     """An interrupted run resumes, even with other arguments that change only speed; not with those that change more."""
     asked = install_vllm(monkeypatch)
-    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
-    whole = run_vllm(world, path, prompts, tmp_path / "whole.jsonl")
+    whole = run_vllm(world, model, prompts, tmp_path / "whole.jsonl")
     asked.steps_to_failure = 4
     output = tmp_path / "answers.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        run_vllm(world, path, prompts, output)
+        run_vllm(world, model, prompts, output)
     asked.steps_to_failure = None
     assert len((tmp_path / "answers.jsonl.part0").read_text().splitlines()) == 4
     with pytest.raises(ValueError, match=r"engine_args\.max_model_len None, now 512"):
-        run_vllm(world, path, prompts, output, engine_args=("max_model_len=512",))
+        run_vllm(world, model, prompts, output, engine_args=("max_model_len=512",))
     num_asked = len(asked.prompts)
-    assert run_vllm(world, path, prompts, output, engine_args=("gpu_memory_utilization=0.8",)) == whole
+    assert run_vllm(world, model, prompts, output, engine_args=("gpu_memory_utilization=0.8",)) == whole
     assert len(asked.prompts) - num_asked == len(whole) - 4
 
 
@@ -352,49 +350,19 @@ def test_answers_of_vllm_are_written_as_they_are_completed(prompts, world, tmp_p
         (("model=x",), "--engine-args model: is set by --model"),
     ],
 )
-def test_arguments_of_vllm_are_checked_by_its_own_names(given, said, prompts, world, tmp_path, monkeypatch):
+def test_arguments_of_vllm_are_checked_by_its_own_names(given, said, prompts, world, tmp_path, monkeypatch, model):
     install_vllm(monkeypatch)
-    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     with pytest.raises(ValueError, match=said):
-        run_vllm(world, path, prompts, tmp_path / "answers.jsonl", engine_args=given)
+        run_vllm(world, model, prompts, tmp_path / "answers.jsonl", engine_args=given)
 
 
-def test_a_prompt_beyond_vllms_context_is_refused_and_the_others_are_answered(world, tmp_path, monkeypatch):
+def test_a_prompt_beyond_vllms_context_is_refused_and_the_others_are_answered(world, tmp_path, monkeypatch, model):
     asked = install_vllm(monkeypatch)
-    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     rows = [{"prompt": "a b c d e f g h"}, {"prompt": "a b"}]
     prompts = str(write_jsonl(tmp_path / "prompts.jsonl", rows))
-    lines = run_vllm(world, path, prompts, tmp_path / "answers.jsonl", engine_args=("max_model_len=8",))
+    lines = run_vllm(world, model, prompts, tmp_path / "answers.jsonl", engine_args=("max_model_len=8",))
     assert [line["finish_reason"] for line in lines] == ["refused", "length"]
     assert "model's context of 8 " in lines[0]["reason"] and len(asked.prompts) == 1
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-def test_ctrl_c_ends_an_answer_and_not_the_program(tmp_path):
-    """The answer never ends by itself: it has a hundred thousand tokens, and no token ends it."""
-    path = save_tokenizer(save_model(FAMILIES["gpt_oss_sinks"], tmp_path / "model"))
-    change_json(path / "config.json", eos_token_id=None, max_position_embeddings=200_000)
-    change_json(path / "generation_config.json", eos_token_id=None)
-    change_json(path / "tokenizer_config.json", eos_token=None)
-    words = flags(model=path, max_new_tokens=100_000)
-    process = subprocess.Popen(
-        [sys.executable, "-u", "generate.py", *words], cwd=ROOT, env=ENV, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        process.stdin.write("Hi\n")
-        process.stdin.flush()
-        heard = process.stdout.read(len("/help lists the commands; Ctrl-D quits.\n> ") + 40)
-        process.send_signal(signal.SIGINT)
-        process.stdin.write("/help\n")
-        process.stdin.flush()
-        out, err = process.communicate(timeout=120)  # which closes the input, as Ctrl-D does
-    finally:
-        process.kill()
-    assert process.returncode == 0, err
-    assert len(heard) > 40 and "(interrupted)" in out and "/system TEXT" in out.split("(interrupted)")[1]
-    assert "Traceback" not in err
 
 
 def test_a_streamed_answer_is_that_of_generate_and_what_is_closed_computes_no_more(world, tmp_path):

@@ -15,7 +15,7 @@ from small_runs import OPTIONS, make_inputs
 
 from mini_trainer.distributed import hang
 from mini_trainer.distributed.ending import ExitCode
-from mini_trainer.distributed.hang import Peer, compare, describe_stands, end_silent, limit_slow
+from mini_trainer.distributed.hang import Peer, compare, describe_stands, end_silent, find_silent, limit_slow
 
 
 def make_peers(*stands: dict | None) -> dict[int, Peer]:
@@ -31,6 +31,11 @@ def test_ranks_that_have_not_entered_a_collective_are_named():
     (line,) = compare(make_peers(ahead, ahead, behind, ahead, None))
     assert line == "the last collective of rank 2 is all_gather 40, others have entered all_reduce 41"
     assert list(compare(make_peers(ahead, ahead, None))) == []  # who has not answered is not accused
+
+
+def test_ranks_that_have_answered_are_silent():
+    peers = make_peers(at("a"), None, None)
+    assert list(find_silent(peers, 12.0)) == [] and list(find_silent(peers, 12.1)) == [1, 2]
 
 
 def test_equal_stacks_stand_together():
@@ -56,11 +61,12 @@ def test_a_stopped_process_of_this_host_and_launch_is_ended_and_no_other(sleeper
     program = (
         "import socket, sys; from mini_trainer.distributed.hang import end_silent\n"
         "for rank in (1, 2):\n"  # of which one is another's
-        "    print(end_silent([(rank, socket.gethostname(), int(sys.argv[1]))], socket.gethostname()))\n"
+        "    told = end_silent([(rank, socket.gethostname(), int(sys.argv[1]))], socket.gethostname())\n"
+        "    print(told, open(f'/proc/{sys.argv[1]}/stat').read().rpartition(')')[2].split()[0])\n"
     )
     command = [sys.executable, "-c", program, str(sleeper.pid)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=ENV)
-    assert done.stdout == "[]\n[]\n" and sleeper.wait(5) == -signal.SIGKILL
+    assert done.stdout == "[] T\n[] Z\n" and sleeper.wait(5) == -signal.SIGKILL
 
 
 def test_a_process_that_the_kernel_holds_is_named_and_left(monkeypatch):

@@ -16,24 +16,6 @@ from mini_trainer.use.evaluation.harness import describe_task_file
 need("lm_eval")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    return str(save_tokenizer(save_model(FAMILIES["llama"], tmp_path_factory.mktemp("harness") / "base")))
-
-
-@pytest.mark.wide
-def test_a_task_whose_file_has_changed_is_not_answered_from_before(world, base, tmp_path):
-    file = write_task(tmp_path / "lm", name="one", file="one.yaml")
-    options = dict(model=base, lm_eval=str(file))
-    first = evaluate_here(world, tmp_path / "out", **options)
-    kept = tmp_path / "out" / "samples" / "base" / "lm_eval.json"
-    written = kept.stat().st_mtime_ns
-    assert evaluate_here(world, tmp_path / "out", **options) == first and kept.stat().st_mtime_ns == written
-    file.write_text(file.read_text().replace("' '", "''"))
-    with pytest.raises(ValueError, match=r"lm_eval\.json: .*differently"):
-        evaluate_here(world, tmp_path / "out", **options)
-
-
 def test_what_a_task_depends_on_is_known_by_content(tmp_path):
     """Every file that the harness reads for the task changes its description, and no other does."""
     file = write_task(tmp_path / "lm", name="one", file="one.yaml")
@@ -65,11 +47,11 @@ def test_what_a_task_depends_on_is_known_by_content(tmp_path):
         ("include: none.yaml\n", r"none\.yaml: "),
     ],
 )
-def test_files_that_define_no_task_are_refused(text, reason, world, base, tmp_path):
+def test_files_that_define_no_task_are_refused(text, reason, world, model, tmp_path):
     (tmp_path / "x.yaml").write_text(text)
     (tmp_path / "sub.yaml").write_text("task: &a [*a]\n")
     with pytest.raises(ValueError, match=f"--lm-eval .*{reason}"):
-        evaluate_here(world, tmp_path / "out", model=base, lm_eval=str(tmp_path / "x.yaml"))
+        evaluate_here(world, tmp_path / "out", model=str(model), lm_eval=str(tmp_path / "x.yaml"))
 
 
 def test_unknown_tasks_are_refused_before_a_model_is_looked_for(world, tmp_path):
@@ -80,7 +62,7 @@ def test_unknown_tasks_are_refused_before_a_model_is_looked_for(world, tmp_path)
     assert re.match(reason.replace("--lm-eval", "lm_eval:"), problem)
 
 
-def test_answers_are_not_kept_for_another_chat_template(world, base, tmp_path):
+def test_answers_are_not_kept_for_another_chat_template(world, model, tmp_path):
     tokenizer = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     (tmp_path / "task.jsonl").write_text(json.dumps(dict(question="Hi", answer="Ho")) + "\n")
     options = dict(model=str(tokenizer), task=str(tmp_path / "task.jsonl"), max_new_tokens=2)

@@ -85,33 +85,32 @@ def overwrite(file: Path, content: bytes) -> None:
         stream.write(content)
 
 
+def config(**values: object):
+    return lambda model: change_json(model / "config.json", **values)
+
+
+def custom_tokenizer(auto_map: object):
+    return lambda model: change_json(model / "tokenizer_config.json", tokenizer_class="Custom", auto_map=auto_map)
+
+
+def weights(spoil, *args: object):
+    return lambda model: spoil(model / "model.safetensors", *args)
+
+
 HOSTILE = {
     "custom classes": (ask_for_custom_model, r"config.json \(auto_map: custom_model.CustomConfig.*--trust-remote-code"),
-    "custom tokenizer": (
-        lambda model: change_json(
-            model / "tokenizer_config.json", tokenizer_class="Custom", auto_map={"AutoTokenizer": ["custom.T", None]}
-        ),
-        r"tokenizer_config.json \(auto_map: custom.T\).*--trust-remote-code",
-    ),
-    "custom tokenizer, the old way": (
-        lambda model: change_json(
-            model / "tokenizer_config.json", tokenizer_class="Custom", auto_map=["custom.T", None]
-        ),
-        r"tokenizer_config.json \(auto_map: custom.T\).*--trust-remote-code",
-    ),
-    "another repository's classes": (
-        lambda model: change_json(model / "config.json", auto_map={"AutoConfig": "some/repo--custom.Config"}),
-        "config.json: auto_map .*some/repo--custom.Config",
-    ),
+    "custom tokenizer": (custom_tokenizer({"AutoTokenizer": ["custom.T", None]}),
+                         r"tokenizer_config.json \(auto_map: custom.T\).*--trust-remote-code"),
+    "custom tokenizer, the old way": (custom_tokenizer(["custom.T", None]),
+                                      r"tokenizer_config.json \(auto_map: custom.T\).*--trust-remote-code"),
+    "another repository's classes": (config(auto_map={"AutoConfig": "some/repo--custom.Config"}),
+                                     "config.json: auto_map .*some/repo--custom.Config"),
     "custom generation": (lambda model: (model / "custom_generate").mkdir(),
                           "model: .*custom_generate.*--trust-remote-code"),
-    "a kernel as attention": (lambda model: change_json(model / "config.json", attn_implementation="some/kernel"),
-                              "config.json: attn_implementation .*some/kernel"),
-    "a kernel as attention, nested": (
-        lambda model: change_json(model / "config.json", text_config={"_attn_implementation": {"": "some/kernel"}}),
-        "config.json: _attn_implementation .*some/kernel",
-    ),
-    "other weights": (lambda model: change_json(model / "config.json", transformers_weights="adapter_model.bin"),
+    "a kernel as attention": (config(attn_implementation="some/kernel"), "config.json: attn_impl.*some/kernel"),
+    "a kernel as attention, nested": (config(text_config={"_attn_implementation": {"": "some/kernel"}}),
+                                      "config.json: _attn_implementation .*some/kernel"),
+    "other weights": (config(transformers_weights="adapter_model.bin"),
                       "config.json: transformers_weights .*adapter_model.bin"),
     "an adapter": (lambda model: change_json(model / "adapter_config.json", base_model_name_or_path="some/repo"),
                    "adapter_config.json: .*merge-adapter"),
@@ -121,7 +120,7 @@ HOSTILE = {
     "a link to nowhere": (lambda model: (model / "x.json").symlink_to("gone"), "x.json: .*regular file"),
     "a pipe": (lambda model: os.mkfifo(model / "chat_template.json"), "chat_template.json: .*regular file"),
     "only a pickle": (keep_only_a_pickle, "model: no weights: .*pytorch_model.bin"),
-    "no weights": (lambda model: os.remove(model / "model.safetensors"), "model: no weights: .*index.json$"),
+    "no weights": (weights(os.remove), "model: no weights: .*index.json$"),
     "weights above": (lambda model: shard(model, "../shard.safetensors"), "index.json: .*'../shard.safetensors'"),
     "weights anywhere": (lambda model: shard(model, "/shard.safetensors"), "index.json: .*'/shard.safetensors'"),
     "weights in a pickle": (lambda model: shard(model, "shard.bin"), "index.json: .*'shard.bin'"),
@@ -130,14 +129,11 @@ HOSTILE = {
         lambda model: (shard(model, "shard.safetensors"), (model / "model.safetensors.index.json").write_text("{}")),
         "index.json: .*weight_map",
     ),
-    "linked weights": (lambda model: link_out(model / "model.safetensors"), "model.safetensors: .*regular file"),
-    "truncated weights": (lambda model: truncate(model / "model.safetensors"), "model.safetensors: damaged"),
-    "a header too large": (lambda model: overwrite(model / "model.safetensors", b"\xff" * 7),
-                           "model.safetensors: damaged"),
-    "a header that is none": (
-        lambda model: overwrite(model / "model.safetensors", b"\x10\0\0\0\0\0\0\0not any JSON at all"),
-        "model.safetensors: damaged",
-    ),
+    "linked weights": (weights(link_out), "model.safetensors: .*regular file"),
+    "truncated weights": (weights(truncate), "model.safetensors: damaged"),
+    "a header too large": (weights(overwrite, b"\xff" * 7), "model.safetensors: damaged"),
+    "a header that is none": (weights(overwrite, b"\x10\0\0\0\0\0\0\0not any JSON at all"),
+                              "model.safetensors: damaged"),
 }  # fmt: skip
 
 
@@ -268,10 +264,9 @@ def test_programs_refuse(spoil, program, model, marker, data, tmp_path):
     paths = flags(input_file=tmp_path / "chats.jsonl", output_file=tmp_path / "out.arrow", model_name_or_path=model)
     result = run_forked(0, *(make_argv(model, data) if program == "train" else ["process_data.py", *paths]))
     assert result.returncode == 2
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and str(model) in errors[0], result.stderr
-    assert "config.json" in errors[0] or spoil is not ask_for_custom_model
-    assert "Traceback" not in result.stderr and result.stderr.count("error: ") == 1
+    (error,) = (line for line in result.stderr.splitlines() if "error: " in line)
+    assert error.startswith("error: ") and str(model) in error and "Traceback" not in result.stderr
+    assert "config.json" in error or spoil is not ask_for_custom_model
     assert not marker.exists()
 
 

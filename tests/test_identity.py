@@ -11,25 +11,9 @@ from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE, change_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mini_trainer import options
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.distributed.ending import RunError
-from mini_trainer.options import (
-    CallbackOptions,
-    CheckpointOptions,
-    EndOptions,
-    ExportOptions,
-    HubOptions,
-    PlanOptions,
-    ProfilingOptions,
-    RowOptions,
-    ShardingOptions,
-    TrackingOptions,
-    TrainOptions,
-    ValidationOptions,
-    iterate_fields,
-    list_facts,
-    list_identifying_options,
-)
 from mini_trainer.run.identity import check_same_run
 from mini_trainer.run.record import OF_METHOD
 
@@ -156,30 +140,30 @@ def test_a_run_that_only_times_steps_needs_no_export(inputs, world, tmp_path, ca
     assert not (tmp_path / "run" / "hf_format").exists()
 
 
-PATHS = tuple(name for name, facts in list_facts(TrainOptions).items() if facts.is_path)
+PATHS = tuple(name for name, facts in options.list_facts(options.TrainOptions).items() if facts.is_path)
 # Options that decide no numbers of a run, by why not; all others identify it.
 CONTENT = (  # the content is part of the identity: of models, of tokenized rows that are kept, of files of the method
     *("model_name_or_path", "model_revision", "trust_remote_code", "data_path", "drop_overlong", "subset", "config"),
-    *("preset", *(option.name for option in dataclasses.fields(RowOptions)), "data_cache_dir", "compute_dtype", *PATHS),
+    *("preset", *(option.name for option in dataclasses.fields(options.RowOptions)), "data_cache_dir"),
+    *("compute_dtype", *PATHS),
 )
 ROUNDING = (  # the numbers are the same but for their rounding
     *("max_tokens_per_gpu", "max_image_tokens_per_gpu", "attention", "activation_checkpointing", "tiled_mlp"),
     *("offload_activations", "memory_budget_gb", "compile", "kernels"),
-    *(option.name for option in dataclasses.fields(ShardingOptions)),
+    *(option.name for option in dataclasses.fields(options.ShardingOptions)),
 )
-LENGTH = tuple(option.name for option in dataclasses.fields(EndOptions))  # see "number of steps"
+LENGTH = tuple(option.name for option in dataclasses.fields(options.EndOptions))  # see "number of steps"
 OUTPUT = (  # what is measured, written and said
     *("output_dir", "logging_level", "skip_verification", "lora_export"),
     *(
         option.name
-        for group in (ValidationOptions, CheckpointOptions, ExportOptions, TrackingOptions, HubOptions, CallbackOptions)
-        for option in dataclasses.fields(group)
+        for name in ("Validation", "Checkpoint", "Export", "Tracking", "Hub", "Callback", "Profiling", "Plan")
+        for option in dataclasses.fields(getattr(options, f"{name}Options"))
     ),
-    *(option.name for group in (ProfilingOptions, PlanOptions) for option in dataclasses.fields(group)),
 )
 
 
 def test_every_option_identifies_a_run_or_is_known_to_decide_no_numbers():
     free = [*CONTENT, *ROUNDING, *LENGTH, *OUTPUT]
-    every = [option.name for option, _ in iterate_fields(TrainOptions)]
-    assert sorted([*free, *list_identifying_options()]) == sorted(every)
+    every = [option.name for option, _ in options.iterate_fields(options.TrainOptions)]
+    assert sorted([*free, *options.list_identifying_options()]) == sorted(every)

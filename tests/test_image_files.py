@@ -2,16 +2,14 @@
 
 import io
 import os
-import socket
 import struct
 import warnings
 import zlib
-from pathlib import Path
 
 import numpy as np
 import PIL
 import pytest
-from PIL import EpsImagePlugin, Image, ImageMode
+from PIL import Image, ImageMode
 from transformers.image_utils import load_image
 
 from mini_trainer.data.stores.image_files import FORMATS, LIMIT_OF_BYTES, decode_image, open_image
@@ -92,11 +90,6 @@ UNREADABLE = {("F", "TIFF"): "mode F ", ("LAB", "TIFF"): "mode LAB "}
 UNREADABLE |= {pair: "mode I" for pair in WRITTEN if pair[0].startswith("I") and pair[1] in ("PNG", "TIFF")}
 if int(PIL.__version__.partition(".")[0]) < 13:  # which does not read what it writes
     UNREADABLE["YCbCr", "TIFF"] = "broken: .*truncated"
-
-
-def test_pillow_writes_the_kinds_that_are_tried():
-    assert len(WRITTEN) > 60 and {kind for _, kind in WRITTEN} == set(FORMATS)
-    assert WRITTEN.count(("I;16", "PNG")) == 1 and set(UNREADABLE) <= set(WRITTEN)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [pair for pair in WRITTEN if pair not in UNREADABLE])
@@ -269,48 +262,15 @@ def test_formats_that_are_not_listed_are_refused():
     assert {"EPS", "PPM", "TGA", "ICO", "PDF", "PCX"} <= set(refused)
 
 
-def test_no_program_is_started(tmp_path, monkeypatch):
-    """For a file that Pillow alone gives to Ghostscript, whatever it is called."""
-    Image.new("RGB", (16, 16), "red").save(tmp_path / "image.png", "EPS")
-    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
-    (tmp_path / "gs").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # what Pillow has found before
-    with pytest.raises(ValueError, match=r"image\.png: .*known format"):
-        open_image("image.png", directory=tmp_path)
-    assert not (tmp_path / "started").exists()
-    with pytest.raises(OSError):
-        Image.open(tmp_path / "image.png").load()
-    assert (tmp_path / "started").exists()
-
-
-def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as opened:
-        opened.bind(path.name)
-
-
-def make_large(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(LIMIT_OF_BYTES + 1)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda path: os.mkfifo(path), "regular file"),
-        (lambda path: path.symlink_to("/dev/zero"), "regular file"),
-        (lambda path: path.symlink_to("/dev/null"), "regular file"),
-        (make_socket, "is not a regular file"),
-        (Path.mkdir, "is not a regular file"),
-        (make_large, "268,435,456 bytes"),
-        (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
-    ],
-)
-def test_only_regular_files_of_limited_size_are_read(make, reason, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # names of sockets are short
-    make(tmp_path / "image.png")
-    with pytest.raises(ValueError, match=rf"^image\.png: .*{reason}"):
-        open_image("image.png", directory=tmp_path)
+def test_only_regular_files_of_limited_size_are_read(tmp_path):
+    """By the reader of test_reading.py."""
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ValueError, match=r"^pipe\.png: .*regular file"):
+        open_image("pipe.png", directory=tmp_path)
+    (tmp_path / "large.png").touch()
+    os.truncate(tmp_path / "large.png", LIMIT_OF_BYTES + 1)
+    with pytest.raises(ValueError, match=r"^large\.png: .*268,435,456 bytes"):
+        open_image("large.png", directory=tmp_path)
 
 
 def list_bombs() -> dict[str, bytes]:

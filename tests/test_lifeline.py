@@ -74,6 +74,7 @@ def test_ranks_meet_talk_and_notice_an_end(ranks):
     wait(lambda: len(zero.messages) == 3 and len(one.messages) == 1)
     assert zero.messages == [(1, {"kind": "count", "number": number}) for number in range(3)]
     assert one.messages == [(0, {"kind": "answer"})]
+    assert asyncio.run_coroutine_threadsafe(zero.lifeline.wait_for_ends(0), zero.loop).result(1) == [1]
     one.lifeline.connections[0].transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
     wait(lambda: zero.lost == [1] and one.lost == [0])
     zero.call(zero.lifeline.send, 1, {"kind": "too late"})  # It raises nothing.
@@ -96,11 +97,14 @@ def test_beats_do_not_pile_up_for_a_rank_that_does_not_read(ranks):
     assert len(one.messages) > 1 and all(told == (0, beat) for told in one.messages[:-1])
 
 
-def test_a_stranger_who_says_nothing_is_shown_out(address_and_ranks, monkeypatch):
+def test_a_stranger_who_says_nothing_or_has_no_token_is_a_rank(address_and_ranks, monkeypatch):
     monkeypatch.setattr("mini_trainer.distributed.lifeline.SECONDS_TO_SAY_HELLO", 0.1)
     address, (zero, _) = address_and_ranks
-    with socket.create_connection(("127.0.0.1", address.port), timeout=10) as stranger:
-        assert stranger.recv(1) == b""
+    zero.lifeline.world_size = 3  # one is missing
+    for said in (b"", b'{"token": "0", "rank": 2, "host": "h", "pid": 1}\n'):
+        with socket.create_connection(("127.0.0.1", address.port), timeout=10) as stranger:
+            stranger.sendall(said)
+            assert stranger.recv(1) == b""
     assert len(zero.met) == 1 and zero.lost == []
 
 

@@ -69,23 +69,12 @@ def test_a_text_model_s_run_loads_no_more_than_it_uses(loaded):
     assert 15_000 < sum(text.count("\n") for name, text in list_our_sources().items() if name in loaded) <= MOST_LINES
 
 
-def list_training_path() -> set[str]:
-    """The training path of docs/developers/architecture.md, as modules without the package's name."""
+def test_the_training_path_of_the_documentation_is_what_a_run_loads(loaded):
     page = (ROOT / "docs" / "developers" / "architecture.md").read_text()
     table = page[page.index("## The training path") : page.index("## Doors")]
-    found, folder = set(), ""
-    for name in re.findall(r"`([\w/]+(?:\.py|/))`", "\n".join(row for row in table.splitlines() if row[0:1] == "|")):
-        if "/" in name:
-            folder = name.rpartition("/")[0] + "/"
-        is_whole = "/" in name or name.removesuffix(".py") in NAMES
-        if name.endswith(".py"):
-            found.add((name if is_whole else folder + name).removesuffix(".py").replace("/", "."))
-    return found
-
-
-def test_the_training_path_of_the_documentation_is_what_a_run_loads(loaded):
-    named = list_training_path()
-    assert {"train", "run.step", "model.build", "objectives.families.text_tower"} <= named <= loaded
+    named = set(re.findall(r"^\|.*", table, flags=re.MULTILINE))
+    named = {name.rpartition("/")[2] for row in named for name in re.findall(r"`([\w/]+)\.py`", row)}
+    assert {"train", "step", "build", "text_tower"} <= named <= {name.rpartition(".")[2] for name in loaded}
     assert len(named) <= 20
 
 

@@ -69,6 +69,16 @@ def test_each_source_goes_through_its_own_permutations(inputs):
     )
 
 
+def test_data_sets_of_one_size_are_drawn_in_the_same_order(inputs, tmp_path):
+    paths = [shutil.copy(inputs["data_path"][0], tmp_path / f"{name}.arrow") for name in "ab"]
+    data, size = Mixture(list(map(TokenizedData, paths))), SIZES["a"]
+    stream = draw_samples(data, seed=1, start=0, count=2 * size)
+    orders = [(stream[stream // size == i] % size).tolist() for i in range(2)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(size)) and orders[0] != orders[1]
+    data.take_subset(9, seed=1)
+    assert (data.kept_of[0] != data.kept_of[1] - size).any()
+
+
 def test_without_weights_an_epoch_has_every_sample_once(inputs):
     stream = draw_samples(open_mixture(inputs), seed=1, start=0, count=3 * 46).reshape(3, 46)
     assert (np.sort(stream) == np.arange(46)).all() and (stream[0] != stream[1]).any()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from architectures import save_tiny_model
 from breadth import long
 from hand_made import pack_samples
@@ -10,35 +11,6 @@ from small_runs import full_gradients
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, check, compile_by, save_model
 from torch.distributed.tensor import Shard
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    AutoModelForCausalLM,
-    AyaVisionConfig,
-    BartConfig,
-    BloomConfig,
-    Cohere2Config,
-    Cohere2VisionConfig,
-    CohereCompassTextConfig,
-    DiffLlamaConfig,
-    ElectraConfig,
-    Florence2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GPTJConfig,
-    HrmTextConfig,
-    JetMoeConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    LongcatFlashConfig,
-    MistralConfig,
-    NemotronConfig,
-    RobertaConfig,
-    RwkvConfig,
-    StableLmConfig,
-    T5Config,
-    ViTConfig,
-    WhisperConfig,
-    XLMConfig,
-)
 
 from mini_trainer.data.columns.base import Sample
 from mini_trainer.model import attention as packed_attention
@@ -68,40 +40,40 @@ ENCODER = dict(
 
 # Models of which something is unlike all of FAMILIES.
 OTHERS = {
-    "jetmoe_takes_views": JetMoeConfig(**SHAPE | dict(num_attention_heads=2), kv_channels=8, num_local_experts=4),
-    "diffllama_makes_parameters_by_itself": DiffLlamaConfig(**SHAPE),
-    "cohere_compass_has_no_scale": CohereCompassTextConfig(
+    "jetmoe_takes_views": hf.JetMoeConfig(**SHAPE | dict(num_attention_heads=2), kv_channels=8, num_local_experts=4),
+    "diffllama_makes_parameters_by_itself": hf.DiffLlamaConfig(**SHAPE),
+    "cohere_compass_has_no_scale": hf.CohereCompassTextConfig(
         **SHAPE, rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     ),
-    "stablelm_hands_nothing_on": StableLmConfig(**SHAPE),
-    "nemotron_hands_nothing_on": NemotronConfig(**SHAPE, head_dim=8),
-    "longcat_has_two_layers_a_block": LongcatFlashConfig(
+    "stablelm_hands_nothing_on": hf.StableLmConfig(**SHAPE),
+    "nemotron_hands_nothing_on": hf.NemotronConfig(**SHAPE, head_dim=8),
+    "longcat_has_two_layers_a_block": hf.LongcatFlashConfig(
         **SHAPE | dict(num_key_value_heads=4), num_layers=2, ffn_hidden_size=48, expert_ffn_hidden_size=24, moe_topk=2,
         q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, head_dim=8,
         n_routed_experts=4, zero_expert_num=2,
     ),
-    "hrm_has_two_stacks": HrmTextConfig(**SHAPE, head_dim=8, num_layers_per_stack=2, H_cycles=1, L_cycles=1),
-    "electra_transforms_before_its_head": ElectraConfig(**ENCODER, embedding_size=16),
-    "roberta_counts_behind_its_padding": RobertaConfig(**ENCODER | dict(pad_token_id=5)),
-    "llama4_attends_in_chunks": Llama4TextConfig(
+    "hrm_has_two_stacks": hf.HrmTextConfig(**SHAPE, head_dim=8, num_layers_per_stack=2, H_cycles=1, L_cycles=1),
+    "electra_transforms_before_its_head": hf.ElectraConfig(**ENCODER, embedding_size=16),
+    "roberta_counts_behind_its_padding": hf.RobertaConfig(**ENCODER | dict(pad_token_id=5)),
+    "llama4_attends_in_chunks": hf.Llama4TextConfig(
         **SHAPE | dict(num_hidden_layers=4), head_dim=8, intermediate_size_mlp=48, num_local_experts=2,
         attention_chunk_size=6, floor_scale=4,
     ),
-    "gemma4_shares_keys": Gemma4TextConfig(
+    "gemma4_shares_keys": hf.Gemma4TextConfig(
         **SHAPE | dict(num_hidden_layers=4), head_dim=8, global_head_dim=16, sliding_window=5, num_kv_shared_layers=2,
         layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=4,
         vocab_size_per_layer_input=VOCAB_SIZE,
     ),
-    "gemma4_mixture": Gemma4TextConfig(
+    "gemma4_mixture": hf.Gemma4TextConfig(
         **SHAPE, head_dim=8, global_head_dim=16, sliding_window=5, hidden_size_per_layer_input=0, num_experts=4,
         layer_types=["sliding_attention", "full_attention"], top_k_experts=2, moe_intermediate_size=24,
         enable_moe_block=True, attention_k_eq_v=True, num_global_key_value_heads=1, final_logit_softcapping=5.0,
     ),
     # Attention that stays the model's own.
-    "bloom_has_biases_for_positions": BloomConfig(
+    "bloom_has_biases_for_positions": hf.BloomConfig(
         vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2, hidden_dropout=0.0
     ),
-    "gptj_is_told_positions": GPTJConfig(
+    "gptj_is_told_positions": hf.GPTJConfig(
         vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, initializer_range=0.2, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
     ),
@@ -117,7 +89,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_transformers(family, worl
     loss = model(pack_samples(samples)).loss
     loss.backward()
 
-    reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").train()
+    reference = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").train()
     input_ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
     labels = torch.full_like(input_ids, -100)
     mask = torch.zeros_like(input_ids)
@@ -188,9 +160,9 @@ def test_how_it_is_computed_does_not_change_what_is_computed(family, change, wor
 
 
 REFUSED = {
-    "rwkv": (RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2), "no num_attention_heads"),
-    "xlm": (XLMConfig(vocab_size=VOCAB_SIZE, emb_dim=32, n_layers=2, n_heads=4, causal=True), "'xlm' .*packed row"),
-    "mistral": (MistralConfig(**SHAPE, sliding_window=0), "sliding window of 0 tokens.*null"),
+    "rwkv": (hf.RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2), "no num_attention_heads"),
+    "xlm": (hf.XLMConfig(vocab_size=VOCAB_SIZE, emb_dim=32, n_layers=2, n_heads=4, causal=True), "'xlm' .*packed row"),
+    "mistral": (hf.MistralConfig(**SHAPE, sliding_window=0), "sliding window of 0 tokens.*null"),
 }
 
 
@@ -210,17 +182,17 @@ def test_a_backend_is_not_asked_to_take_the_place_of_a_models_own_attention(worl
 
 
 def test_a_model_that_writes_no_text_is_told_so():
-    obstacle = TextFamily().check_config(ViTConfig(), trust_remote_code=False)
+    obstacle = TextFamily().check_config(hf.ViTConfig(), trust_remote_code=False)
     assert obstacle.startswith("model type 'vit' ") and "encoder-decoder" not in obstacle
-    bart = BartConfig(), BartConfig(is_encoder_decoder=False, is_decoder=True)
-    for config in (Florence2Config(), T5Config(), *bart, WhisperConfig()):
+    bart = hf.BartConfig(), hf.BartConfig(is_encoder_decoder=False, is_decoder=True)
+    for config in (hf.Florence2Config(), hf.T5Config(), *bart, hf.WhisperConfig()):
         obstacle = TextFamily().check_config(config, trust_remote_code=False)
         assert obstacle.startswith(f"model type '{config.model_type}' ") and "encoder-decoder" in obstacle
 
 
-@pytest.mark.parametrize("config_class", [AyaVisionConfig, Cohere2VisionConfig])
+@pytest.mark.parametrize("config_class", [hf.AyaVisionConfig, hf.Cohere2VisionConfig])
 def test_a_model_that_transformers_computes_without_its_scale_is_refused_by_that(config_class):
-    text = Cohere2Config(**SHAPE, head_dim=8, logit_scale=0.25)
+    text = hf.Cohere2Config(**SHAPE, head_dim=8, logit_scale=0.25)
     obstacle = TextFamily().check_config(config_class(text_config=text), trust_remote_code=False)
     assert "logit_scale" in obstacle and "(0.25)" in obstacle
     text.logit_scale = 1.0
@@ -304,21 +276,13 @@ def test_the_check_finds_windows_logits_and_losses_that_are_not_the_models_own(f
 )  # fmt: skip
 def test_rotary_embeddings_that_look_at_the_whole_row_are_refused_beyond_their_limit(rope, limit):
     """Also as Gemma 3 has them, by the type of layer."""
-    config = (Gemma3TextConfig if "full_attention" in rope else LlamaConfig)(**SHAPE, rope_parameters=rope)
+    config = (hf.Gemma3TextConfig if "full_attention" in rope else hf.LlamaConfig)(**SHAPE, rope_parameters=rope)
     check_rope(config, longest=256)
     if limit is None:
         check_rope(config, longest=10_000)
     else:
         with pytest.raises(ValueError, match=f"than {limit}; .* 257 "):
             check_rope(config, longest=limit + 1)
-
-
-def test_transformers_takes_every_backend_by_its_name(world, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(save_model(FAMILIES["gpt_oss_sinks"], tmp_path))
-    for backend in packed_attention.BACKENDS:
-        packed_attention.register_backend(backend)
-        model.set_attn_implementation(packed_attention.registered_name(backend))
-        assert model.config._attn_implementation == packed_attention.registered_name(backend)
 
 
 def test_experts_are_sharded_by_rows_where_there_are_too_few_of_them():

@@ -4,12 +4,14 @@ Tensors that transformers' class has no place for are reported, and kept byte by
 asks for more than its decoder on text, or changes the logits, compute what they did.
 """
 
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from breadth import wide
 from exports import MODELS, export
 from hand_made import pack_samples
@@ -19,25 +21,10 @@ from peft_runs import LORA
 from quantizing import save_fp8
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_runs import NUM_SAMPLES, OPTIONS, read_rows
+from small_runs import NUM_SAMPLES, OPTIONS
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, change_json, check, load_source, save_model, save_tokenizer
 from tiny_vision import load
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    CLIPVisionConfig,
-    Gemma3Config,
-    Gemma3nAudioConfig,
-    Gemma3nConfig,
-    LlavaConfig,
-    MuseGlimmerConfig,
-    PreTrainedConfig,
-    Qwen2_5_VLConfig,
-    SiglipVisionConfig,
-    SmolVLMConfig,
-)
 
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.model.build import build_model
@@ -48,7 +35,6 @@ from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import AbsentEmbedder, find_placeholders, keep_text_tower, text_config
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.options.reading import hash_file
 from mini_trainer.options.tools import MergeAdapterOptions
 from mini_trainer.run.export_left_out import add_tensors, find_tensors
 from mini_trainer.run.write_pool import WritePool
@@ -56,22 +42,22 @@ from mini_trainer.tools.merge_adapter import merge_adapter
 
 IMAGE, VIDEO = 280, 281  # token ids that stand for what is no text
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=16)
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "qwen2.5-vl": Qwen2_5_VLConfig(
+CONFIGS: dict[str, hf.PreTrainedConfig] = {
+    "qwen2.5-vl": hf.Qwen2_5_VLConfig(
         text_config=SHAPE | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])),
         vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=32,
                            fullatt_block_indexes=[0]),
         image_token_id=IMAGE, video_token_id=VIDEO,
     ),
-    "gemma3": Gemma3Config(
+    "gemma3": hf.Gemma3Config(
         text_config=SHAPE | dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
         vision_config=VISION | dict(patch_size=4), image_token_index=IMAGE, mm_tokens_per_image=4,
     ),
-    "llava": LlavaConfig(
+    "llava": hf.LlavaConfig(
         text_config=SHAPE | dict(model_type="llama"),
-        vision_config=CLIPVisionConfig(**VISION, patch_size=4, projection_dim=32), image_token_index=IMAGE,
+        vision_config=hf.CLIPVisionConfig(**VISION, patch_size=4, projection_dim=32), image_token_index=IMAGE,
     ),
-    "smolvlm": SmolVLMConfig(
+    "smolvlm": hf.SmolVLMConfig(
         text_config=SHAPE | dict(model_type="llama"), vision_config=VISION | dict(patch_size=4), image_token_id=IMAGE,
         scale_factor=2, tie_word_embeddings=True,
     ),
@@ -91,7 +77,7 @@ def paths(tmp_path_factory) -> dict[str, Path]:
     root, found = tmp_path_factory.mktemp("models"), {}
     for name, config in CONFIGS.items():
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        model = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for param in model.parameters():
                 param.add_(torch.randn_like(param) * 0.05)
@@ -179,18 +165,6 @@ def test_an_export_is_the_whole_model_with_the_other_towers_byte_by_byte(
     assert not any(key in name for name in checkpoint["tensors"] for key in ("vision", "visual", "projector"))
 
 
-@pytest.mark.wide
-def test_runs_do_not_depend_on_ranks_and_resumed_ones_are_the_same_bit_for_bit(paths, data, world, tmp_path):
-    exports = {n: train(world, paths["gemma3"], data, tmp_path / f"on_{n}", num_ranks=n) for n in (1, 2)}
-    rows = {n: read_rows(tmp_path / f"on_{n}") for n in exports}
-    for row, other in zip(rows[1], rows[2], strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-    checkpoint = tmp_path / "on_1/checkpoints/step_1"
-    resumed = train(world, paths["gemma3"], data, tmp_path / "resumed", resume=str(checkpoint))
-    assert read_bytes(resumed) == read_bytes(exports[1])
-
-
 @pytest.mark.parametrize("name", [wide("gemma3"), "llava"])
 def test_an_adapter_loads_onto_the_whole_model_and_merges_into_it(name, paths, data, world, tmp_path):
     from peft import PeftModel
@@ -265,7 +239,8 @@ def test_copies_are_divided_into_files_and_hold_any_type(paths, tmp_path):
     assert all(torch.equal(load_file(again / "model-00002-of-00002.safetensors")[key], own[key]) for key in own)
     entries = pool.finish()
     assert {path.parent for path in entries} == {tmp_path, again}
-    assert all(entry == hash_file(path) for path, entry in entries.items())
+    for path, entry in entries.items():
+        assert entry == {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     pool.close()
 
 
@@ -333,7 +308,7 @@ def test_a_run_reports_and_exports_them(family, shapes, world, tmp_path, caplog)
     own = read_all(tmp_path / "model")
     assert found.keys() == own.keys()
     assert not torch.equal(found["model.norm.weight"], own["model.norm.weight"])
-    report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)[1]
+    report = hf.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)[1]
     assert not report["missing_keys"] and not report["mismatched_keys"]
     again = export(exported, tmp_path / "again", world)  # an export is a model like any other
     assert read_all(again).keys() == own.keys()
@@ -388,18 +363,18 @@ def test_an_embedding_among_them_grows_with_the_vocabulary(tmp_path):
 SEES, HEARS = 272, 280  # the first ids that a tower's own embedding stands for
 
 
-def make_gemma3n() -> Gemma3nConfig:
+def make_gemma3n() -> hf.Gemma3nConfig:
     """With another tower than its own, which needs a package that is not here, and the same embedders."""
-    vision = SiglipVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    vision = hf.SiglipVisionConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     vision.vocab_size, vision.vocab_offset, vision.rms_norm_eps = 8, SEES, 1e-6
-    audio = Gemma3nAudioConfig(vocab_size=8, vocab_offset=HEARS, hidden_size=32, conf_num_attention_heads=2,
+    audio = hf.Gemma3nAudioConfig(vocab_size=8, vocab_offset=HEARS, hidden_size=32, conf_num_attention_heads=2,
                                conf_num_hidden_layers=1, input_feat_size=16, sscp_conv_channel_size=[4, 4])  # fmt: skip
     text = SHAPE | dict(
         head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=256, laurel_rank=4, sliding_window=5,
         num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2,
         activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0], altup_num_inputs=2,
     )  # fmt: skip
-    config = Gemma3nConfig(text_config=text, audio_config=audio)
+    config = hf.Gemma3nConfig(text_config=text, audio_config=audio)
     vars(config)["vision_config"] = vision  # past the check of its type
     return config
 
@@ -407,7 +382,7 @@ def make_gemma3n() -> Gemma3nConfig:
 @torch.no_grad()
 def test_a_text_is_what_it_was_where_the_forward_pass_asks_absent_embedders():
     torch.manual_seed(0)
-    model = AutoModelForMultimodalLM.from_config(make_gemma3n(), dtype=torch.float32).eval()
+    model = hf.AutoModelForMultimodalLM.from_config(make_gemma3n(), dtype=torch.float32).eval()
     ids = torch.randint(3, SEES, (1, 30))
     expected = model(input_ids=ids, use_cache=False).logits
     left_out = keep_text_tower(model)
@@ -426,12 +401,12 @@ def test_ids_that_stand_for_parts_of_images_and_sounds_are_placeholders():
 
 
 def test_a_multiplier_of_logits_is_followed(world, tmp_path):
-    config = MuseGlimmerConfig(
+    config = hf.MuseGlimmerConfig(
         text_config=SHAPE | dict(head_dim=8, sliding_window=5, output_multiplier=0.3, final_logit_softcapping=2.0),
         vision_config=dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2),
     )
     torch.manual_seed(0)
-    AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    hf.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     check(build(tmp_path, world), world)
     assert config.image_token_id > VOCAB_SIZE

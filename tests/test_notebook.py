@@ -27,13 +27,7 @@ training_args = TrainingArgs(
 )
 """
 RUN = "run_training(torchrun_args, training_args)"
-UNFINISHED = 'run_training(training_args=TrainingArgs(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o"))'
 MISSPELT = "TrainingArgs(efective_batch_size=4)"
-SHORT_RUN = """
-from dataclasses import replace
-result = run_training(torchrun_args, replace(training_args, ckpt_output_dir="{folder}/short", max_steps=2))
-result.reason, result.last_metrics["step"], [path.name for path in result.exports]
-"""
 
 
 def interrupt_after_a_step(client: nbclient.NotebookClient, run: Path, processes: list[int]) -> None:
@@ -50,9 +44,7 @@ def test_a_run_in_a_notebook_streams_is_interrupted_and_says_what_is_wrong(tmp_p
     save_model(FAMILIES["llama"], tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     write_samples(tmp_path / "data.arrow", make_samples(32, vocab_size=VOCAB_SIZE, max_len=40))
-    sources = [
-        source.replace("{folder}", str(tmp_path)) for source in (ARGUMENTS, RUN, UNFINISHED, MISSPELT, SHORT_RUN)
-    ]
+    sources = (ARGUMENTS.replace("{folder}", str(tmp_path)), RUN, MISSPELT)
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     client = nbclient.NotebookClient(
         nbformat.v4.new_notebook(cells=cells), timeout=500, kernel_name="python3", allow_errors=True
@@ -66,21 +58,15 @@ def test_a_run_in_a_notebook_streams_is_interrupted_and_says_what_is_wrong(tmp_p
     button.join()
     printed = ["".join(out.get("text", "") for out in cell.outputs if out.output_type == "stream") for cell in cells]
     errors = [[out.ename for out in cell.outputs if out.output_type == "error"] for cell in cells]
-    assert errors == [[], ["KeyboardInterrupt"], ["BadInputError"], ["TypeError"], []], printed
+    assert errors == [[], ["KeyboardInterrupt"], ["TypeError"]], printed
     assert printed[1] == (tmp_path / "run.console_node0.log").read_text() and "step" in printed[1]
     assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == ExitCode.STOPPED_BY_USER
     assert len(processes) == 1 and not any(map(is_alive, processes))
-    assert "data_output_dir is missing" in cells[2].outputs[-1].evalue
-    assert "efective_batch_size" in cells[3].outputs[-1].evalue
-    assert cells[4].outputs[-1].data["text/plain"] == "('done', 2, ['samples_8'])"
+    assert "efective_batch_size" in cells[2].outputs[-1].evalue
 
 
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 SHORT = "look_at_your_masks"  # the others train
-
-
-def read_notebook(path: Path) -> "nbformat.NotebookNode":
-    return nbformat.read(path, as_version=4)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +78,5 @@ def test_a_notebook_runs(path, tmp_path):
     here.mkdir(parents=True)
     shutil.copytree(ROOT / "examples" / "quickstart", tmp_path / "examples" / "quickstart")
     env = ENV | {"HOME": str(tmp_path), "MPLCONFIGDIR": str(Path.home() / ".cache" / "matplotlib")}
-    client = nbclient.NotebookClient(
-        read_notebook(path), timeout=500, kernel_name="python3", resources={"metadata": {"path": here}}
-    )
-    client.execute(env=env)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_without_outputs(path):
-    cells = [cell for cell in read_notebook(path).cells if cell.cell_type == "code"]
-    assert cells and all(cell.outputs == [] and cell.execution_count is None for cell in cells)
-    assert path.stat().st_size < 10_000
+    notebook, place = nbformat.read(path, as_version=4), {"metadata": {"path": here}}
+    nbclient.NotebookClient(notebook, timeout=500, kernel_name="python3", resources=place).execute(env=env)

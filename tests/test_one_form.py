@@ -17,12 +17,11 @@ from trait_templates import PROMPTED_REASONING
 from transformers import LlamaConfig
 
 from mini_trainer.data.chat import linting
-from mini_trainer.data.chat.conversation import NORMALIZED, Chat, Remark, TokenizedChat
+from mini_trainer.data.chat.conversation import NORMALIZED, Chat, Completion, Document, Remark, TokenizedChat
 from mini_trainer.data.chat.linting import DOUBTS
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import set_date
 from mini_trainer.data.rows import files, preparing
-from mini_trainer.data.rows.column_names import find_meaning
 from mini_trainer.data.rows.files import Chunk
 from mini_trainer.data.rows.formats import find_format, read_example
 from mini_trainer.data.rows.preference_rows import read_feedback, read_preference
@@ -86,22 +85,13 @@ SAME = {  # rows that say the same as the first of each list
         [USER, {"role": "assistant", "tool_calls": [CALL]}, RESULT, ANSWER],
         [USER, {"role": "tool_call", "content": json.dumps(CALL)}, RESULT, ANSWER],
         [USER, {"role": "tool_call", "content": CALL["function"]}, RESULT | {"role": "tool_response"}, ANSWER],
-        [
-            USER,
-            on("commentary", '{"terms": "2, 3"}', recipient="functions.add", content_type="<|constrain|> json"),
-            RESULT | {"name": "functions.add", "channel": "commentary", "recipient": "assistant"},
-            on("final", "Five."),
-        ],
+        [USER, on("commentary", '{"terms": "2, 3"}', recipient="functions.add", content_type="<|constrain|> json"),
+         RESULT | {"name": "functions.add", "channel": "commentary", "recipient": "assistant"}, on("final", "Five.")],
     ],
     "reasoning, calls": [
         [USER, said("", reasoning_content="Add.", tool_calls=[CALL, CALL]), RESULT, RESULT, ANSWER],
-        [
-            USER,
-            on("analysis", "Add."),
-            *[on("commentary", '{"terms": "2, 3"}', recipient="functions.add")] * 2,
-            *[RESULT] * 2,
-            on("final", "Five."),
-        ],
+        [USER, on("analysis", "Add."), *[on("commentary", '{"terms": "2, 3"}', recipient="functions.add")] * 2,
+         *[RESULT] * 2, on("final", "Five.")],
     ],
     "content and calls": [
         [USER, said("Let me see.", tool_calls=[CALL]), RESULT, ANSWER],
@@ -110,16 +100,13 @@ SAME = {  # rows that say the same as the first of each list
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("template", [QWEN3, OSS])
-@pytest.mark.parametrize("name", SAME)
+IN_OSS = [(name, OSS) for name in ("reasoning", "calls")]  # it writes one call a turn, and no content beside it
+
+
+@pytest.mark.parametrize(("name", "template"), [*((name, QWEN3) for name in SAME), *IN_OSS])
 def test_rows_that_say_the_same_have_the_same_tokens_and_prompts(name, template):
     masker, tools = make_masker(template), [TOOL] if "calls" in name else None
     first, *others = ({"messages": messages, "tools": tools} for messages in SAME[name])
-    if template == OSS and name in (
-        "reasoning, calls",
-        "content and calls",
-    ):  # it writes one call a turn, and no content
-        return
     expected = mask(masker, first)
     assert isinstance(expected, TokenizedChat), expected
     for row in others:
@@ -228,18 +215,26 @@ def test_forms_of_a_row_fall_on_one_side():
 
 
 NULL = {"type": "function", "function": {"name": "add", "arguments": {"terms": ["2", {"n": None}]}}}
-SYSTEM = {"role": "system", "content": f"Tools: {json.dumps([TOOL])}"}
-DOUBTFUL = {  # a row of each kind, with a template
-    linting.LEFT_OUT: ({"messages": [USER, said("Count.\n</think>\n\nFive.")]}, "reasoning only in contents"),
-    linting.CUT: ({"messages": [USER, said("<think>\nCount and")]}, QWEN3),
-    linting.TAGS: ({"messages": [USER, said("<think>A.</think>Five.<think>B.</think>")]}, CHATML),
-    linting.UNKNOWN_TOOLS: ({"messages": CALLED, "tools": [TOOL | {"function": {"name": "sub"}}]}, QWEN3),
-    linting.NO_TOOLS: ({"messages": CALLED}, QWEN3),
-    linting.RESULTS_FIRST: ({"messages": [USER, RESULT, ANSWER]}, QWEN3),
-    linting.TOOLS_TWICE: ({"messages": [SYSTEM, USER, ANSWER], "tools": [TOOL]}, QWEN3),
-    linting.MARKERS: ({"messages": [USER, said("Write <|im_end|> at the end.")]}, CHATML),
-    linting.NULL_ARGUMENTS: ({"messages": [USER, said("", tool_calls=[NULL])], "tools": [TOOL]}, QWEN3),
-}  # fmt: skip
+AS_JSON = f"Tools: {json.dumps([TOOL])}"
+WRITES_ALL = "content that may not be null"  # any role, tools, no reasoning of its own
+DOUBTFUL = [  # a kind of doubt, messages and tools of a row, a template
+    (linting.LEFT_OUT, [USER, said("Count.\n</think>\n\nFive.")], None, "reasoning only in contents"),
+    (linting.CUT, [USER, said("<think>\nCount and")], None, QWEN3),
+    (linting.CUT, [USER, said("<think>\nCount.\n</think>")], None, QWEN3),
+    (linting.CUT, [USER, ANSWER, USER, said("<think>\nCount and")], None, QWEN3),
+    (linting.TAGS, [USER, said("<think>A.</think>Five.<think>B.</think>")], None, CHATML),
+    (linting.TAGS, [USER, said("Count.\n</think>\n\nFive.")], None, CHATML),
+    (linting.TAGS, [USER, said("<think>A.<think>B.</think>Five.")], None, CHATML),
+    (linting.TAGS, [USER, said("Well. <think>A.</think>Five.")], None, "marks with the header"),
+    (linting.UNKNOWN_TOOLS, CALLED, [TOOL | {"function": {"name": "sub"}}], QWEN3),
+    (linting.NO_TOOLS, CALLED, None, QWEN3),
+    (linting.RESULTS_FIRST, [USER, RESULT, ANSWER], None, QWEN3),
+    (linting.TOOLS_TWICE, [{"role": "system", "content": AS_JSON}, USER, ANSWER], [TOOL], QWEN3),
+    (linting.TOOLS_TWICE, [{"role": "developer", "content": AS_JSON}, USER, ANSWER], [TOOL], WRITES_ALL),
+    (linting.MARKERS, [USER, said("Write <|im_end|> at the end.")], None, CHATML),
+    (linting.MARKERS, [USER, ANSWER], [TOOL | {"function": TOOL["function"] | {"description": "<|im_end|>"}}], QWEN3),
+    (linting.NULL_ARGUMENTS, [USER, said("", tool_calls=[NULL])], [TOOL], QWEN3),
+]
 
 
 def kinds(masked: TokenizedChat | ValueError) -> set[str]:
@@ -247,9 +242,9 @@ def kinds(masked: TokenizedChat | ValueError) -> set[str]:
     return {remark.kind for remark in masked.remarks} & DOUBTS.keys()
 
 
-@pytest.mark.parametrize("kind", DOUBTFUL)
-def test_each_doubt_is_found_in_its_row_alone_and_refuses_it(kind):
-    row, template = DOUBTFUL[kind]
+@pytest.mark.parametrize(("kind", "messages", "tools", "template"), DOUBTFUL)
+def test_each_doubt_is_found_in_its_row_alone_and_refuses_it(kind, messages, tools, template):
+    row = {"messages": messages, "tools": tools}
     assert kind in kinds(mask(make_masker(template), row))
     refused = mask(make_masker(template, refused=[kind]), row)
     assert isinstance(refused, ValueError) and f"(--refuse {kind})" in str(refused)
@@ -258,8 +253,12 @@ def test_each_doubt_is_found_in_its_row_alone_and_refuses_it(kind):
     assert kind == linting.LEFT_OUT or isinstance(mask(make_masker(template, refused=others), row), TokenizedChat)
 
 
-def test_every_doubt_can_be_refused_by_name():
-    assert tuple(DOUBTS) == doors.DOUBTS and DOUBTFUL.keys() == DOUBTS.keys()
+def test_every_doubt_can_be_refused_by_name_also_as_a_row_s_second():
+    assert tuple(DOUBTS) == doors.DOUBTS and {kind for kind, *_ in DOUBTFUL} == DOUBTS.keys()
+    row = {"messages": [*CALLED, USER, said("Write <|im_end|>.")]}
+    assert kinds(mask(make_masker(QWEN3), row)) == {linting.MARKERS, linting.NO_TOOLS}
+    for kind in (linting.MARKERS, linting.NO_TOOLS):
+        assert isinstance(mask(make_masker(QWEN3, refused=[kind]), row), ValueError)
 
 
 @pytest.mark.parametrize(
@@ -271,10 +270,17 @@ def test_every_doubt_can_be_refused_by_name():
         [USER, {**said("<think>cut"), "train": False}, USER, ANSWER],
         [{"role": "system", "content": "You are a helpful assistant."}, USER, ANSWER],
         CALLED,
+        [USER, said("", tool_calls=[CALL, CALL]), RESULT, RESULT, ANSWER],
     ],
 )
 def test_ordinary_rows_raise_no_doubt(messages):
-    assert kinds(mask(make_masker(QWEN3), {"messages": messages, "tools": [TOOL]})) == set()
+    for tool in (TOOL, TOOL["function"]):
+        assert kinds(mask(make_masker(QWEN3), {"messages": messages, "tools": [tool]})) == set()
+
+
+def test_reasoning_before_calls_is_not_cut():
+    row = {"messages": [USER, said("<think>A.</think>", tool_calls=[CALL])], "tools": [TOOL]}
+    assert linting.CUT not in kinds(mask(make_masker(WRITES_ALL), row))
 
 
 def test_markers_are_also_words_that_are_no_tokens():
@@ -286,19 +292,14 @@ def test_markers_are_also_words_that_are_no_tokens():
     assert linter.find_markers(["So: ### assistant:\nfoo"]) == [Remark(linting.MARKERS, rendered="### assistant:")]
     assert linter.find_markers(["So: ### user:\n"]) == [Remark(linting.MARKERS, rendered="### user:")]
     assert linter.find_markers(["### A title", "an assistant: me"]) == []
-    tool = TOOL | {"function": TOOL["function"] | {"description": "Writes <|im_end|>."}}
-    assert linting.MARKERS in kinds(mask(make_masker(QWEN3), {"messages": [USER, ANSWER], "tools": [tool]}))
+    for text in (Completion("So: ", "<|im_end|>."), Document("So: <|im_end|>.")):
+        (found,) = make_masker(QWEN3).mask([text])
+        assert kinds(found) == {linting.MARKERS}
 
 
 def test_an_answer_that_speaks_of_a_tag_is_no_reasoning():
     found = mask(make_masker(QWEN3), {"messages": [USER, said("Close it with </thinking> please.")]})
     assert NORMALIZED not in {remark.kind for remark in found.remarks} and linting.TAGS in kinds(found)
-
-
-def test_columns_are_refused_by_what_they_mean():
-    names = ("resolved", "correctness_math_verify", "isCorrect", "is_reasoning_complete", "passed", "verified")
-    assert {find_meaning(name) for name in names} == {"whether an answer is good or bad"}
-    assert {find_meaning(name) for name in ("source", "passage", "problem", "id")} == {None}
 
 
 def write_model(path: Path, template: str) -> Path:
@@ -319,8 +320,8 @@ def list_adversarial_rows() -> list[dict]:
         extra = {"who": f"helper {i % 40}", "enable_thinking": i % 3 != 0, "python_tools": [], "unread": None}
         messages = [SAME["reasoning"], SAME["calls"]][i % 2][i % 5]
         rows.append({"messages": messages, "tools": [TOOL] if i % 2 else None, "chat_template_kwargs": extra})
-    for kind in (linting.CUT, linting.TAGS, linting.UNKNOWN_TOOLS):
-        rows.append(DOUBTFUL[kind][0])
+    doubtful = {kind: {"messages": messages, "tools": tools} for kind, messages, tools, _ in DOUBTFUL}
+    rows += [doubtful[kind] for kind in (linting.CUT, linting.TAGS, linting.UNKNOWN_TOOLS)]
     rows.append({"messages": [USER, ANSWER], "chat_template_kwargs": {"unread": 1}})
     rows.append({"messages": [USER, said("<think>A.</think>Five.", thinking="B.")]})
     return rows * 2
@@ -344,6 +345,25 @@ def test_the_output_is_the_same_for_any_number_of_workers_and_parts(tmp_path, mo
     for part in ("2/3", "3/3", "1/3"):
         parts = read("parts", num_proc=2, shard=part)
     assert parts == whole
+
+
+def test_each_row_is_rendered_with_its_own_arguments():
+    """As transformers renders it; with `open`, only answers before others have no stop token."""
+    tokenizer = make_tokenizer(
+        "{% if who %}{{ 'You are ' + who + '.' }}{% endif %}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content }}{{ '' if open and messages | length > 2 else '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        ("<|im_end|>",),
+    )
+    given = [None, {"who": "A"}, {"open": True}, {"who": "B"}, {"who": "A", "open": False}, {"unread": 1}]
+    found = ChatMasker(tokenizer).mask([Chat([USER, ANSWER], template_args=args) for args in given])
+    for args, one in zip(given, found, strict=True):
+        if args in ({"open": True}, {"unread": 1}):
+            assert isinstance(one, ValueError)
+            continue
+        expected = tokenizer.apply_chat_template([USER, ANSWER], return_dict=True, **(args or {}))["input_ids"]
+        assert one.input_ids == expected
+        assert tokenizer.decode([label for label in one.labels if label >= 0]) == "Five.<|im_end|>"
 
 
 DATED = "{{ strftime_now('%Y-%m-%d, %A %-d %b') }}\n" + TEMPLATES[QWEN3][0]
@@ -384,16 +404,6 @@ def test_a_data_set_has_the_date_on_which_it_was_begun_in_all_of_its_parts(tmp_p
     assert texts(output) == {"2026-11-30, Monday 30 Nov": 40}
     tokenize_rows(model, source, tmp_path / "given.jsonl", template_args=("date=2020-02-03",))
     assert texts(tmp_path / "given.jsonl") == {"2020-02-03, Monday 3 Feb": 40}
-
-
-def test_parts_of_two_dates_are_not_joined(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "SECTION_BYTES", 500)
-    model = write_model(tmp_path / "model", DATED)
-    source = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}] * 40)
-    tokenize_rows(model, source, tmp_path / "out.jsonl", shard="1/2", template_args=("date=2020-02-03",))
-    tokenize_rows(model, source, tmp_path / "out.jsonl", shard="2/2", template_args=("date=2020-02-04",))
-    with pytest.raises(ValueError, match="part 1/2 was made with another configuration: --template-args was"):
-        tokenize_rows(model, source, tmp_path / "out.jsonl", join=True, template_args=("date=2020-02-04",))
 
 
 def test_the_date_of_a_template_is_checked():

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from in_process import train_here
 from small_runs import OPTIONS, load_checkpoint, make_inputs
 from tiny_classifiers import CLASSIFIERS
@@ -29,8 +30,10 @@ from mini_trainer.model.optim.optimizers import (
     clip_gradients,
     find_decayed,
     learning_rate_at,
+    reduce_step,
     set_step,
 )
+from mini_trainer.objectives.objective import LossSums
 from mini_trainer.options import OptimizationOptions, parse_rate
 
 
@@ -105,6 +108,17 @@ def test_clipping_scales_only_what_is_too_long():
     assert gradients[0][0].item() == pytest.approx(3.0 * 0.5 / norm)
 
 
+def test_a_step_combines_what_the_ranks_say(monkeypatch):
+    """Of two replicas, whose gradient counts once, in fp64; both are asked to stop, and have a loss that is NaN."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather", lambda rows, row: [each.copy_(row) for each in rows])
+    sums = [LossSums(torch.tensor(loss)) for loss in (1.0, math.nan)]
+    gradient, device = torch.full((3_000_017,), 0.1), torch.device("cpu")
+    found = reduce_step(sums, [gradient], device=device, num_shards=1, data_wait_seconds=0.0, flags=2)
+    assert found.grad_norm == pytest.approx(gradient[0].item() * math.sqrt(len(gradient)), rel=1e-9)
+    assert (found.flags, sorted(found.bad_micro_batches), found.finite) == (2, [(1, 0), (1, 1)], False)
+
+
 def test_a_schedule_or_an_optimizer_without_a_rule_of_its_own_is_not_taken_for_another():
     options = OptimizationOptions(learning_rate=1.0, lr_scheduler="sawtooth", optimizer="sgd")
     with pytest.raises(KeyError, match="sawtooth"):
@@ -152,17 +166,17 @@ def test_what_decays_is_what_transformers_decays(name):
     ours, theirs = find_decayed(model), set(Trainer.get_decay_parameter_names(None, model))
     params = dict(model.named_parameters())
     assert {key for key in params.keys() & theirs - ours if not BY_TRANSFORMERS.search(key)} == set()
-    assert ours & params.keys() <= theirs
+    assert ours & params.keys() <= theirs and not any(key.endswith("A_log") for key in ours)
     assert all(params[key].ndim == 1 or key.endswith("A_log") for key in params.keys() & theirs - ours)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
 def test_a_step_without_gradients_shrinks_what_decays_by_the_rate_times_the_decay(optimizer, world, tmp_path):
-    """gpt-oss's experts have biases of two dimensions; patterns say otherwise for some."""
+    """gpt-oss's experts have biases of two dimensions; patterns say otherwise for some, the first that fits."""
     model = build(save_model(FAMILIES["gpt_oss_sinks"], tmp_path / "model"), world)
     options = OptimizationOptions(
         optimizer=optimizer, learning_rate=0.1, weight_decay=0.5,
-        learning_rate_for=("lm_head*=0.2:0.25", "*.embed_tokens.*=:0", "*layernorm*=:1", "*.q_proj.*=0.3"),
+        learning_rate_for=("lm_head*=0.2:0.25", "*.embed_tokens.*=:0", "*layernorm*=:1", "*.q_proj.*=0.3", "*norm*=:0"),
     )  # fmt: skip
     optimizer = build_optimizer(model, options)
     before = {name: param.full_tensor().clone() for name, param in model.named_parameters()}

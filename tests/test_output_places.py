@@ -10,20 +10,12 @@ from refusals import read_refusal
 from small_runs import make_inputs
 from tiny_data import write_jsonl
 
+from mini_trainer.distributed.ending import RunError
 from mini_trainer.distributed.world import World
 from mini_trainer.generate import generate
-from mini_trainer.options import group_options
-from mini_trainer.options.tools import (
-    ContinualOptions,
-    ExportGgufOptions,
-    GenerateOptions,
-    ImportConfigOptions,
-    MergeAdapterOptions,
-    PlotOptions,
-    ProcessDataOptions,
-)
+from mini_trainer.options import group_options, tools
 from mini_trainer.process_data import process_data
-from mini_trainer.run.stages import wait_for_lock
+from mini_trainer.run import stages
 from mini_trainer.tools.continual import continual
 from mini_trainer.tools.export_gguf import export_gguf
 from mini_trainer.tools.import_config import import_config
@@ -54,7 +46,7 @@ def call(name: str, given: dict[str, str], place: Path, world: World) -> None:
     rows = dict(input_file=(given["rows.jsonl"],), model_name_or_path=model, preview=0)
 
     def make_data(**outputs: str) -> None:
-        process_data(group_options(ProcessDataOptions, **rows, **outputs))
+        process_data(group_options(tools.ProcessDataOptions, **rows, **outputs))
 
     calls: dict[str, Callable[[], object]] = {
         "evaluate": lambda: evaluate_here(world, place, model=model, data=given["data.arrow"]),
@@ -65,15 +57,15 @@ def call(name: str, given: dict[str, str], place: Path, world: World) -> None:
         ),
         "generate": lambda: generate(
             group_options(
-                GenerateOptions, model=model, prompts=given["prompts.jsonl"], output=str(place / "a.jsonl"),
+                tools.GenerateOptions, model=model, prompts=given["prompts.jsonl"], output=str(place / "a.jsonl"),
                 max_new_tokens=1,
             ),
             world,
         ),
         "import-config": lambda: import_config(
-            ImportConfigOptions(config_file=given["axolotl.yaml"], output_dir=str(place))
+            tools.ImportConfigOptions(config_file=given["axolotl.yaml"], output_dir=str(place))
         ),
-        "plot-metrics": lambda: plot_metrics(PlotOptions(runs=(given["run"],), output=str(place / "c.html"))),
+        "plot-metrics": lambda: plot_metrics(tools.PlotOptions(runs=(given["run"],), output=str(place / "c.html"))),
     }  # fmt: skip
     calls[name]()
 
@@ -98,17 +90,33 @@ def test_programs_make_missing_directories_and_refuse_files_in_their_place(name,
 def test_what_cannot_be_made_is_refused_before_its_inputs_are_read(world, tmp_path):
     (tmp_path / "file").touch()
     place, is_file = tmp_path / "file" / "x", r": DIR/file is a file, not a directory"
-    merged = MergeAdapterOptions(adapter="gone", output_dir=str(place))
+    merged = tools.MergeAdapterOptions(adapter="gone", output_dir=str(place))
     for fail, option in (
         (lambda: merge_adapter(merged, world), "--output-dir DIR/file/x"),
-        (lambda: wait_for_lock(place), "output_dir: DIR/file/x"),
-        (lambda: wait_for_lock(tmp_path / "file"), "output_dir: DIR/file"),
+        (lambda: stages.wait_for_lock(place), "output_dir: DIR/file/x"),
+        (lambda: stages.wait_for_lock(tmp_path / "file"), "output_dir: DIR/file"),
         (
-            lambda: continual(ContinualOptions(paths=("a", "b"), compare=True, output=f"{place}.html")),
+            lambda: continual(tools.ContinualOptions(paths=("a", "b"), compare=True, output=f"{place}.html")),
             "--output DIR/file/x.html",
         ),
     ):
         assert read_refusal(fail, folder=tmp_path) == option + is_file
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match=r"^--output .*file/x\.gguf: .*file is a file"):
-        export_gguf(ExportGgufOptions(model_name_or_path=str(tmp_path / "model"), output=f"{place}.gguf"))
+        export_gguf(tools.ExportGgufOptions(model_name_or_path=str(tmp_path / "model"), output=f"{place}.gguf"))
+
+
+def test_a_stage_that_failed_or_had_other_options_is_done(tmp_path, monkeypatch):
+    outcomes = [(0, ""), (1, "broken")]
+    monkeypatch.setattr(stages, "stop_at_sigterm", lambda: None)
+    monkeypatch.setattr(stages.Runner, "start", lambda runner, words, log: outcomes.pop())
+    runner = stages.Runner(tmp_path, num_processes=1)
+    one, other = (stages.Stage(program="generate", folder=tmp_path / "a", options={"seed": i}) for i in range(2))
+    with pytest.raises(RunError, match=r"^broken\n"):
+        runner.run(one)
+    assert not one.is_done
+    runner.run(one)
+    assert one.is_done
+    with pytest.raises(ValueError, match="was run with other options before"):
+        runner.run(other)
+    runner.lock.release()

@@ -3,7 +3,6 @@
 Every module has one name, `mini_trainer.…`, also the root's seven files.
 """
 
-import ast
 import importlib
 import importlib.util
 import json
@@ -38,6 +37,12 @@ def test_every_direct_dependency_is_justified():
     )
     assert sorted(name for name, _ in rows) == sorted(list_dependencies())
     assert all(cell.strip() for _, cells in rows for cell in cells.split("|")), rows
+
+
+def test_no_message_or_page_asks_to_install_the_namesakes_of_the_index():
+    texts = {path: (ROOT / path).read_text() for path in list_files() if path.suffix in {".py", ".md", ".yaml"}}
+    asking = {str(path) for path, text in texts.items() if re.search(r"pip install '?\"?mini.trainer", text)}
+    assert asking <= {"tests/test_package.py"}
 
 
 @pytest.fixture(scope="module")
@@ -117,36 +122,6 @@ def test_the_command_and_the_module_list_their_words_and_import_nothing_heavy(si
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_installed_files_of_the_root_are_modules_of_the_package(site, elsewhere):
-    """In a process that knows no checkout, beside a train.py that is another program's."""
-    code = (
-        "import importlib\n"
-        f"for name in {NAMES}:\n"
-        "    module = importlib.import_module(f'mini_trainer.{name}')\n"
-        f"    assert module.__file__ == f'{site}/mini_trainer/{{name}}.py', module.__file__\n"
-    )
-    env = ENV | {"PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("argv", "flags"),
-    [
-        (["train", "--help"], ["--nproc-per-node", "--rdzv-endpoint", "--max-tokens-per-gpu"]),
-        (["process-data", "-h"], ["--input-file", "--num-proc"]),
-    ],
-)
-def test_help_of_a_word_is_that_of_its_script(argv, flags, site, elsewhere):
-    done = finish(start(site, elsewhere, *argv))
-    assert done.returncode == 0, done.stderr
-    assert all(flag in done.stdout for flag in flags)
-
-
-@pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
@@ -183,14 +158,6 @@ def test_another_project_in_the_same_folder_is_refused_by_its_name(name, site, e
     done = finish(start(both, elsewhere, "train", "--help"))
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"{name} 0.9.0 " in done.stderr and f"pip uninstall {name}" in done.stderr
-
-
-def test_no_message_or_page_names_the_namesakes_on_the_index():
-    """No message says to install what is another project's."""
-    texts = {path: (ROOT / path).read_text() for path in list_files() if path.suffix in {".py", ".md", ".yaml"}}
-    del texts[Path("tests/test_package.py")]
-    asking = {str(path) for path, text in texts.items() if re.search(r"pip install '?\"?mini.trainer", text)}
-    assert not asking
 
 
 def test_what_train_hands_to_torchrun_is_torchruns_and_no_option_of_its_own():
@@ -261,17 +228,6 @@ def test_a_signal_is_handed_on_and_the_runs_own_exit_code_comes_back(number, cod
 
 @pytest.mark.wide
 @pytest.mark.slow
-def test_what_the_ranks_refuse_is_told_once_with_their_exit_code(site, elsewhere, run_flags):
-    argv = ["train", "--nproc-per-node=2", *run_flags, "--max-steps", 9, "--output-dir", elsewhere / "refused"]
-    (elsewhere / "refused").mkdir()
-    (elsewhere / "refused" / "other.txt").write_text("not a run's")
-    done = finish(start(site, elsewhere, *argv))
-    assert done.returncode == 2
-    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
-
-
-@pytest.mark.wide
-@pytest.mark.slow
 def test_an_exit_file_of_an_earlier_start_is_not_taken_for_this_ones(site, elsewhere, run_flags):
     killed = elsewhere / "killed"
     killed.mkdir()
@@ -284,10 +240,6 @@ def test_an_exit_file_of_an_earlier_start_is_not_taken_for_this_ones(site, elsew
     done = finish(start(site, elsewhere, *argv, env={"PYTHONPATH": f"{found_first}:{site}"}))
     assert done.returncode == 128 + signal.SIGKILL
     assert "SIGKILL" in done.stderr
-
-
-def test_the_package_is_that_of_the_checkout_under_test():
-    assert [*mini_trainer.__path__] == [str(ROOT / "mini_trainer")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -312,42 +264,10 @@ def test_bare_names_are_refused_or_another_programs(tmp_path):
     assert ask(code, ROOT) == "the user\n"
 
 
-@pytest.mark.parametrize("name", ["mini_trainer", "tests", "benchmarks", "setup"])
-def test_nothing_else_of_the_root_is_in_the_package(name):
-    assert importlib.util.find_spec(f"mini_trainer.{name}") is None
-
-
 def test_a_folder_with_some_files_of_these_names_is_no_checkout(tmp_path):
     for name in ("pyproject.toml", *(f"{name}.py" for name in NAMES[:-1])):
         (tmp_path / name).touch()
     assert is_checkout(ROOT) and not is_checkout(tmp_path)
-
-
-def find_bare(source: str, names: set[str]) -> list[str]:
-    """Imports of our modules by other names than their own, relative ones among them, and uses of `__package__`."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.level or node.module.partition(".")[0] in names):
-            found.append(f"from {'.' * node.level}{node.module or ''}")
-        if isinstance(node, ast.Import):
-            found += [f"import {alias.name}" for alias in node.names if alias.name.partition(".")[0] in names]
-        if isinstance(node, ast.Name) and node.id == "__package__":
-            found.append("__package__")
-    return found
-
-
-def test_every_import_of_ours_has_the_packages_name():
-    rooms = {path.name for path in (ROOT / "mini_trainer").iterdir() if (path / "__init__.py").exists()}
-    sources = list_sources()
-    assert rooms > {"options", "data", "model", "run"} and {"train.py", "mini_trainer/__main__.py"} <= sources.keys()
-    assert {path: found for path, source in sources.items() if (found := find_bare(source, {*NAMES, *rooms}))} == {}
-    code = "from .. import x\nfrom model.build import y\nimport sampler\nimport models"
-    assert find_bare(code, {"model", "sampler"}) == ["from ..", "from model.build", "import sampler"]
-
-
-def test_the_search_path_is_changed_only_for_callbacks():
-    changing = {path for path, source in list_sources().items() if re.search(r"sys\.path(\[|\.| \+?= )", source)}
-    assert changing == {"mini_trainer/run/callbacks.py"}
 
 
 def test_two_checkouts_have_modules_of_their_own(tmp_path):

@@ -19,6 +19,7 @@ from small_runs import OPTIONS, make_inputs, make_micro_batch, read_rows
 from tiny_models import FAMILIES, build, check, compile_by, save_model
 from torch import Tensor
 from torch.nn.attention import varlen
+from transformers import AttentionInterface
 
 from mini_trainer.model import attention as packed_attention
 from mini_trainer.model.activation_checkpointing import ATTENTION
@@ -57,21 +58,38 @@ def make_tensors() -> list[Tensor]:
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 100])  # of 2 and 3, the shortest sample has one more, and as many
 @pytest.mark.parametrize("extras", [{}, dict(is_two_sided=True), dict(softcap=1.5)])
-def test_kernels_are_asked_for_what_sdpa_computes(kernels, extras, window):
-    if kernels.package == "torch" and "softcap" in extras:
-        pytest.skip("varlen has no softcap")
-    attend = doors.ATTENTION[OPTION[kernels.package]]
-    reference = attend_eager if "softcap" in extras else attend_sdpa
-    row, tensors, results = make_row(), make_tensors(), []
-    for function in (attend, reference):
-        output = function(*tensors, row, Rule(scaling=0.3, window=window, **extras))
+def test_kernels_are_asked_for_what_a_plain_mask_computes(kernels, extras, window):
+    attends = [attend_eager] if "softcap" in extras else [attend_eager, attend_sdpa]
+    if kernels.package != "torch" or "softcap" not in extras:  # which varlen does not have
+        attends.append(doors.ATTENTION[OPTION[kernels.package]])
+    tensors, results = make_tensors(), []
+    rule = Rule(scaling=0.3, window=window, **extras)
+    for function in (attend_plainly, *attends):
+        output = function(*tensors, make_row(), rule)
         assert output.shape == (1, sum(LENGTHS), NUM_HEADS, HEAD_SIZE)
         results.append((output, *torch.autograd.grad(output.square().sum(), tensors)))
-    assert kernels.num_calls == 1
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    assert kernels.num_calls == (attends[-1] is not attend_eager)
+    for found in results[1:]:
+        for ours, expected in zip(found, results[0], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def attend_plainly(query: Tensor, key: Tensor, value: Tensor, row: Row, rule: Rule) -> Tensor:
+    """Each token and those that it sees, by the definition of a window."""
+    sequence = [i for i, length in enumerate(LENGTHS) for _ in range(length)]
+    window = len(sequence) if rule.window is None else rule.window
+
+    def sees(i: int, j: int) -> bool:
+        return sequence[i] == sequence[j] and abs(i - j) < window and (j <= i or rule.is_two_sided)
+
+    mask = torch.tensor([[sees(i, j) for j in range(len(sequence))] for i in range(len(sequence))])
+    key, value = (each.repeat_interleave(NUM_HEADS // NUM_KEY_VALUE_HEADS, dim=1) for each in (key, value))
+    scores = query @ key.mT * rule.scaling
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    return (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
 def test_cpus_attend_to_short_sequences_in_fp32(monkeypatch):
@@ -87,6 +105,58 @@ def test_cpus_attend_to_short_sequences_in_fp32(monkeypatch):
         assert torch.equal(short, exact.bfloat16())
         torch.testing.assert_close(plain.float(), exact.float(), rtol=2e-2, atol=2e-2)
     assert not torch.equal(results[0][1], results[2][1])
+
+
+def join_last_two(q, k, v, row, rule):
+    lengths = [row.seq_lengths[0], sum(row.seq_lengths[1:])]
+    return attend_sdpa(q, k, v, SimpleNamespace(seq_lengths=lengths), rule)
+
+
+def attend_to_what_follows(q, k, v, row, rule):
+    """From the row's end: the first sequence sees the second, and no other sees one."""
+    first, second, *others = row.seq_lengths
+    reverse = SimpleNamespace(seq_lengths=[*others[::-1], first + second])
+    return attend_sdpa(*(t.flip(2) for t in (q, k, v)), reverse, rule).flip(1)
+
+
+def double_last(q, k, v, row, rule):
+    factors = torch.ones(1, q.shape[2], 1, 1)
+    factors[:, -1] = 2
+    return attend_sdpa(q, k, v, row, rule) * factors
+
+
+ISOLATION = {
+    "the last sees the one before": (join_last_two, "see each other"),
+    "only later ones are seen": (attend_to_what_follows, "see each other"),
+    "not a number": (lambda *args: attend_sdpa(*args) * float("nan"), "see each other; .* by nan"),
+    "one token": (double_last, "differ from the model's own forward pass"),
+    "fails": (lambda *args: 1 / 0, "fails on a packed row: division"),
+}
+
+
+@pytest.mark.parametrize("case", ISOLATION)
+def test_the_start_up_check_finds_attention_that_is_wrong(case, world, tmp_path, monkeypatch):
+    wrong, reason = ISOLATION[case]
+    model = build(save_model(FAMILIES["llama"], tmp_path), world, attention="sdpa")
+    name = packed_attention.registered_name("sdpa")
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, packed_attention.make_interface("sdpa", wrong))
+    with pytest.raises(ValueError, match=reason):
+        check(model, world)
+
+
+def test_the_start_up_check_finds_another_loss_and_windows_that_are_not_passed_on(world, tmp_path, monkeypatch):
+    model = build(save_model(FAMILIES["gemma3"], tmp_path), world, attention="sdpa")
+    check(model, world)
+    assert model.training
+    own = model.reference
+    for share in (0.9999, 1.0001):
+        monkeypatch.setattr(model, "reference", lambda row, share=share: (own(row)[0], own(row)[1] * share))
+        with pytest.raises(ValueError, match="the loss over 3 sequences"):
+            check(model, world)
+    monkeypatch.undo()
+    next(each for each in model.modules() if getattr(each, "sliding_window", None)).sliding_window = None
+    with pytest.raises(ValueError, match=r"declares \d layers with a sliding window, but \d use one"):
+        check(model, world)
 
 
 @pytest.mark.parametrize("family", ["llama", long("mistral_window"), long("gemma2_softcaps")])

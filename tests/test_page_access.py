@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import tarfile
@@ -12,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from browser import Browser, needs_browser
+from browser import needs_browser
 from local_server import serving
 from made_experiments import make_experiment
 from made_pages import HOSTILE, make_results, make_sample, make_totals
@@ -96,12 +95,6 @@ def write_data(folder: Path) -> Iterator[str]:
     yield (folder / "page.html").as_uri()
 
 
-def photograph(browser: Browser, name: str) -> None:
-    """To look at: into the folder that the environment variable SCREENSHOTS names, if it does."""
-    if folder := os.environ.get("SCREENSHOTS"):
-        browser.photograph(Path(folder) / f"{name}.png")
-
-
 PAGES: dict[str, Callable[[Path], AbstractContextManager[str]]] = {
     "mini_trainer/use/plots/curves.html": write_curves,
     "mini_trainer/use/plots/board.html": serve_board,
@@ -128,27 +121,7 @@ def test_axe_finds_nothing(name, axe, browser, tmp_path):
             browser.ask(axe + ";0")
             found += [f"{width} px, {'dark' if is_dark else 'light'}: {one}" for one in browser.ask(VIOLATIONS)]
             assert browser.ask("document.documentElement.scrollWidth") <= width
-            photograph(browser, f"{Path(name).stem}_{width}_{'dark' if is_dark else 'light'}")
     assert found == [], "\n".join(found)
-
-
-@pytest.mark.long
-@needs_browser
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PAGES)
-def test_on_paper_a_page_is_light_and_nothing_is_cut(name, browser, tmp_path):
-    with PAGES[name](tmp_path) as url:
-        browser.open(url, width=700, is_dark=True)
-        browser.call("Emulation.setEmulatedMedia", media="print")
-        browser.ask("dispatchEvent(new Event('beforeprint'))")
-        browser.rest()
-        assert browser.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        controls = "[...document.querySelectorAll('nav, select, input, #theme')].filter(one => one.checkVisibility())"
-        assert browser.ask(f"{controls}.length") == 0
-        wide = "[...document.querySelectorAll('main *')].filter(one => one.getBoundingClientRect().right > 701)"
-        assert browser.ask(f"{wide}.map(one => one.outerHTML.slice(0, 80))") == []
-        photograph(browser, f"{Path(name).stem}_print")
-        browser.call("Emulation.setEmulatedMedia", media="")
 
 
 @needs_browser

@@ -3,21 +3,18 @@
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from ask_pictures import exchange, guess_best
 from make_pictures import COLOURS, CORNER, CORNERS, ask_questions, choose_shapes, draw_picture
 from PIL import Image
-from processes import ROOT, run
 from tiny_data import write_jsonl
 from tiny_vision import VISION_MODELS, make_image, make_rows, save_vision_model
 
 from mini_trainer.data.chat.conversation import Located
 from mini_trainer.data.chat.masking import ImageExpander
 from mini_trainer.data.stores.image_files import load_processor, open_image
-from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
@@ -103,17 +100,3 @@ def test_no_question_keeps_its_picture_when_they_are_exchanged():
     assert all(given is not own for given, own in zip(exchanged, images, strict=True))
     assert {id(image) for image in exchanged} == {id(image) for image in images}
     assert guess_best(["a", "a", "a", "b"], ["x", "x", "y", "z"]) == 0.75
-
-
-def test_what_is_not_there_is_told_before_anything_is_loaded(tmp_path):
-    """Also in the words of a path that nobody expanded."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    script, rows = ROOT / "examples" / "quickstart" / "ask_pictures.py", tmp_path / "none.jsonl"
-    for model, message in (
-        (tmp_path / "samples_*", f"--model {tmp_path}/samples_*: there is no config.json in it"),
-        (tmp_path / "model", f"--questions {rows}: there is no such file"),
-    ):
-        ended = run([sys.executable, str(script), "--model", str(model), "--questions", str(rows)])
-        assert ended.returncode == ExitCode.BAD_INPUT
-        assert ended.stderr.startswith(f"error: {message}") and ended.stderr.count("\n") == 1

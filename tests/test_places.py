@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ENV, ROOT, flags
+from processes import ENV, flags
 
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.options.places import OWN, PLACES, choose_places, expand, find_root
@@ -65,12 +65,6 @@ def test_somebody_elses_temporary_directory_is_used(env, tmp_path):
     assert find_root() is None and "kept nowhere" in choose_places()
     place.unlink(), place.mkdir(), place.chmod(0o777)
     assert find_root() is None
-
-
-def test_the_image_moves_a_cache_by_itself():
-    """Its user has a home, in which all are; a volume there keeps them."""
-    text = (ROOT / "examples" / "clusters" / "Dockerfile").read_text()
-    assert "/home/trainer/.cache/mini_trainer" in text and not [name for name in PLACES if name in text]
 
 
 @pytest.mark.skipif(confine("true", env=ENV).returncode != 0, reason="nobody may make namespaces and mounts here")

@@ -44,20 +44,13 @@ pytestmark = pytest.mark.slow
 NUM_TOKENS, NUM_TRAINED, LONGEST = 400, 300, 60
 LEAST_TOKENS = 64  # of a tile
 SIMULATIONS = [  # family, options
-    wide("llama", dict(lora=True)),
-    wide("mixtral", dict(lora=True, compute_dtype="bfloat16")),
     wide("llama", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
     long("mixtral", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
-    wide("qwen3", dict(activation_checkpointing="none")),
-    wide("gemma2_softcaps", dict(activation_checkpointing="full")),
     wide("phi_head_bias", dict(activation_checkpointing="selective")),
     wide("mistral_window", dict(optimizer="adamw8bit", master_weights="bfloat16")),
     ("llama", dict(optimizer="muon")),
-    wide("mixtral", dict(optimizer="muon")),
-    wide("mixtral", dict(activation_checkpointing="none")),
     wide("mixtral", dict(compute_dtype="bfloat16", micro_batch_grad_sync="last", reshard_after_forward="never")),
     wide("llama", dict(activation_checkpointing="none", osft=True, osft_unfreeze_rank_ratio=0.25)),
-    wide("llama", dict(osft=True, osft_unfreeze_rank_ratio=0.75)),
     wide("gated delta net, experts", dict(activation_checkpointing="full")),
     long("mamba 2, attention, experts", dict(activation_checkpointing="none")),
     wide("short convolution", dict(activation_checkpointing="selective")),
@@ -65,11 +58,7 @@ SIMULATIONS = [  # family, options
     long("qwen3", dict(reshard_after_backward="never", compute_dtype="bfloat16")),
     wide("llama", dict(reshard_after_backward="never", reshard_after_forward="never", micro_batch_grad_sync="last")),
     long("qwen3", dict(tiled_mlp=True, offload_activations=True)),
-    wide("mixtral", dict(activation_checkpointing="none", tiled_mlp=True)),
     ("llama", dict(objective="preference", activation_checkpointing="none")),
-    wide("llama", dict(objective="preference", lora=True)),
-    wide("llama", dict(objective="preference", preference_loss="orpo")),
-    wide("phi_head_bias", dict(objective="preference", compute_dtype="bfloat16")),
     ("llama", dict(objective="kto")),
 ]
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -10,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from html.parser import HTMLParser
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -23,22 +21,14 @@ from processes import ROOT, run
 from run_directories import make_sources, read_page, write_run
 from tiny_data import read_lines, write_jsonl
 
+from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.options.tools import PlotOptions
 from mini_trainer.tools.plot_metrics import plot_metrics
 from mini_trainer.use.plots import run_files
 from mini_trainer.use.plots.board import BoardServer
-from mini_trainer.use.plots.curves import (
-    COLOURS,
-    DASHES,
-    MOST_OTHERS,
-    NUMBERS_ON_PAGE,
-    choose_starts,
-    describe_page,
-    make_curves_page,
-    thin,
-)
-from mini_trainer.use.plots.run_files import MetricsReader, Run, name_runs, open_runs
+from mini_trainer.use.plots.curves import MOST_OTHERS, choose_starts, describe_page, make_curves_page, thin
+from mini_trainer.use.plots.run_files import MetricsReader, name_runs, open_runs
 
 METRICS, VALIDATIONS, PARAMS = "training_metrics_0.jsonl", "validation_metrics_0.jsonl", "training_params.json"
 HOSTILE = "<img src=x onerror=alert(1)> $DATA$ \"quote' %{x} <b> &lt; \u202e _ü"
@@ -136,16 +126,10 @@ def test_sources_become_columns_also_where_they_come_late(tmp_path):
     assert reader["source: code"][2] == 4.0 and np.isnan(reader["source: code"][:2]).all()
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["/x/runs/a"], ["runs/a"]),
-        (["/x/runs/a", "/x/runs/b"], ["a", "b"]),
-        (["/x/a/run", "/x/b/c/run"], ["a/run", "b/c/run"]),
-    ],
-)
-def test_runs_have_the_names_that_tell_them_apart(paths, names):
-    assert name_runs(list(map(Path, paths))) == names
+def test_runs_have_the_names_that_tell_them_apart():
+    assert name_runs([Path("/x/runs/a")]) == ["runs/a"]
+    assert name_runs([Path("/x/runs/a"), Path("/x/runs/b")]) == ["a", "b"]
+    assert name_runs([Path("/x/a/run"), Path("/x/b/c/run")]) == ["a/run", "b/c/run"]
 
 
 def test_what_is_no_run_is_refused_with_what_could_be_meant(tmp_path):
@@ -153,38 +137,19 @@ def test_what_is_no_run_is_refused_with_what_could_be_meant(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     paths = [tmp_path / name for name in ("sweep", "empty", "gone", "file", "sweep/first run", "sweep/first run")]
-    with pytest.raises(ValueError) as error:
-        open_runs(paths)
-    lines = str(error.value).splitlines()
+    done = plot(*paths, "--output", tmp_path / "x.html")
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = done.stderr.removeprefix("error: ").splitlines()
     named = ("sweep/first run", "sweep", "empty", "gone", "file")  # what is given twice comes first
     for line, name in zip(lines, named, strict=True):
         assert line.strip().startswith(f"{tmp_path / name}: ")
     assert lines[1].endswith(f"'{tmp_path}/sweep/first run'?") and METRICS in lines[2]
 
 
-def test_the_state_of_a_run(tmp_path):
-    path = write_run(tmp_path / "run", num_steps=3, finished=False)
-    run = Run(path, "run")
-    assert run.describe_state() == "end not recorded"
-    (path / "exit.json").write_text(json.dumps({"code": 9, "name": "out_of_memory"}))
-    assert run.describe_state() == "out of memory (9)"
-    (path / ".lock").touch()
-    assert run.describe_state() == "running"
-    os.utime(path / ".lock", (1, 1))
-    assert run.describe_state() == "out of memory (9)"
-    (path / "exit.json").write_text("torn")
-    assert run.describe_state() == "no heartbeat"
-    finished = Run(write_run(tmp_path / "finished", num_steps=3), "finished")
-    assert finished.describe_state() == "finished"
-
-
 # ---- what is drawn
 
 
-values_with_gaps = st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=300)
-
-
-@given(values=values_with_gaps, max_points=st.integers(1, 50))
+@given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=300), st.integers(1, 50))
 def test_thinning_keeps_extremes_and_means(values, max_points):
     values = np.array(values)
     starts = choose_starts(len(values), max_points)
@@ -204,18 +169,15 @@ def test_thinning_keeps_extremes_and_means(values, max_points):
 @pytest.mark.wide
 def test_long_runs_stay_small_and_keep_their_spikes(tmp_path):
     long = write_run(tmp_path / "long", num_steps=40_000)
-    rows = (long / METRICS).read_text().splitlines(keepends=True)
-    spike = json.loads(rows[23_456]) | {"loss": 77.0, "grad_norm": 4242.0}
-    rows[23_456] = json.dumps(spike) + "\n"
-    (long / METRICS).write_text("".join(rows))
-    short = write_run(tmp_path / "short", num_steps=50)
-    paths = [long, *(shutil.copytree(long, tmp_path / f"copy_{i}") for i in range(3)), short]
-    text = json.dumps(page := describe(*paths), separators=(",", ":"))
-    assert len(text) < 10 * NUMBERS_ON_PAGE + 100_000
-    loss = page["runs"][0]["curves"]["loss"]
-    assert max(loss["high"]) == 77.0 and max(page["runs"][0]["curves"]["grad_norm"]["high"]) == 4242.0
-    assert sum(page["runs"][0]["sizes"]) == 40_000 and page["runs"][0]["x"]["step"][-1] == 40_000
-    assert page["runs"][4]["sizes"] is None and list(page["runs"][4]["curves"]["loss"]) == ["mean"]
+    rows = read_lines(long / METRICS)
+    rows[23_456] |= {"loss": 77.0, "grad_norm": 4242.0}
+    write_jsonl(long / METRICS, rows)
+    page = describe(long, write_run(tmp_path / "short", num_steps=50))
+    assert len(json.dumps(page)) < 3_000_000
+    thinned, whole = page["runs"]
+    assert (max(thinned["curves"]["loss"]["high"]), max(thinned["curves"]["grad_norm"]["high"])) == (77.0, 4242.0)
+    assert sum(thinned["sizes"]) == 40_000 and thinned["x"]["step"][-1] == 40_000
+    assert whole["sizes"] is None and list(whole["curves"]["loss"]) == ["mean"]
     assert any("thinned to" in note for note in page["notes"])
 
 
@@ -290,13 +252,6 @@ def test_metrics_that_no_table_names_have_charts_of_their_own(tmp_path):
     assert find_chart(page, "teacher_kl", of_validations=True)["title"] == "Validation teacher KL"
 
 
-def test_of_many_sources_the_page_says_which_have_a_chart(tmp_path):
-    path = write_run(tmp_path / "run", num_steps=30, sources=tuple(f"source {i}" for i in range(20)))
-    page = describe(path)
-    assert sum(chart["section"] == "Loss by source" for chart in page["charts"]) == 12
-    assert any(note.startswith("Of 20 sources, the 12") for note in page["notes"])
-
-
 def test_options_that_differ_and_those_that_are_shared(tmp_path):
     first = write_run(tmp_path / "a", num_steps=2, options={"lr_scheduler": "cosine", "lora_target_modules": []})
     second = write_run(tmp_path / "b", num_steps=2, options={
@@ -356,40 +311,11 @@ def test_nothing_in_a_name_becomes_a_part_of_the_page(tmp_path):
     assert shown["runs"][0]["name"] == f"{HOSTILE}/run" and HOSTILE in {chart["title"] for chart in shown["charts"]}
 
 
-def to_lab(colours: list[str], simulation: np.ndarray) -> np.ndarray:
-    """OKLab x 100 (Ottosson 2020) of colours as `simulation` (Machado and others 2009) shows them."""
-    rgb = np.array([[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in colours]) / 255
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    to_cones = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
-    to_axes = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]
-    seen = np.clip(linear @ simulation.T, 0, 1)
-    return 100 * np.cbrt(seen @ np.array(to_cones).T) @ np.array(to_axes).T
-
-
-@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_colours_are_told_apart_with_any_colour_vision(theme):
-    simulations = {
-        "all": np.eye(3),
-        "no red": np.array([[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]]),
-        "no green": np.array([[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]]),
-        "no blue": np.array([[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]]),
-    }
-    for vision, simulation in simulations.items():
-        seen = to_lab([colours[theme] for colours in COLOURS], simulation)
-        distances = [np.linalg.norm(a - b) for a, b in combinations(seen, 2)]
-        assert min(distances) > 9, vision  # 2 is just noticed when side by side
-
-
 def test_runs_of_one_colour_have_other_dashes(tmp_path):
     path = write_run(tmp_path / "run_0", num_steps=1)
     paths = [path, *(shutil.copytree(path, tmp_path / f"run_{i}") for i in range(1, 15))]
     looks = [(tuple(run["colours"]), run["dash"]) for run in describe(*paths)["runs"]]
-    assert len(set(looks)) == 15 < len(COLOURS) * len(DASHES)
-
-
-def test_the_page_of_a_short_run_is_small(tmp_path):
-    path = write_run(tmp_path / "run", num_steps=1000, sources=("web", "code"), sets=("a", "b"))
-    assert len(make_curves_page(open_runs([path])).encode()) < 300_000
+    assert len(set(looks)) == 15
 
 
 def write_samples(path: Path, steps: Iterable[int], prompts: Iterable[str], *, answer: str = "answer") -> None:
@@ -456,23 +382,11 @@ def test_the_command_writes_a_page_and_says_where(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_what_cannot_be_drawn_gets_one_message_and_exit_code_2(tmp_path):
-    done = plot("gone", ".", "--output", "x.html", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
-    assert "error: gone: " in done.stderr and "\n  .: " in done.stderr
-
-
-def test_ctrl_c_while_a_run_is_read_is_one_message(tmp_path):
-    path = write_run(tmp_path / "a", num_steps=2)
-    code = f"""if True:
-        import os, runpy, signal, sys
-        from mini_trainer.use.plots import run_files
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        run_files.open_runs = lambda paths: os.kill(os.getpid(), signal.SIGINT)
-        sys.argv = ["mini_trainer/tools/plot_metrics.py", {str(path)!r}, "--output", "x.html"]
-        runpy.run_path(sys.argv[0], run_name="__main__")"""
-    done = run([sys.executable, "-c", code])
-    assert done.returncode == 130 and re.fullmatch(r"error: interrupted.*\n", done.stderr)
+def test_ctrl_c_while_a_run_is_read_is_one_message(capsys, monkeypatch):
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit) as ended, ending_with_message(when_interrupted="interrupted; no output is left"):
+        raise KeyboardInterrupt
+    assert (ended.value.code, capsys.readouterr().err) == (130, "error: interrupted; no output is left\n")
 
 
 def test_a_directory_in_place_of_the_output_is_refused(tmp_path):
@@ -536,6 +450,14 @@ def test_a_browser_draws_every_curve_and_asks_for_nothing(browser, page):
     texts = browser.ask("[...document.querySelectorAll('#samples td')].map(cell => cell.textContent)")
     assert texts == [f"{HOSTILE} {step}{end}" for step, end in ((0, ""), (100, " …"), (200, " …"))] * 2
     assert browser.ask("new Set([...document.querySelectorAll('[aria-pressed=true].run')]).size") == 3
+    # A run is hidden on all charts, then alone on them.
+    browser.ask("byId('runs').children[0].click()")
+    settle(browser)
+    hidden = browser.ask(COUNT_TRACES)
+    assert (hidden["s loss"], hidden["v loss"], hidden["s source: code"], hidden["s lr"]) == (4, 0, 0, 2)
+    browser.ask("byId('runs').children[1].dispatchEvent(new MouseEvent('dblclick'))")
+    settle(browser)
+    assert browser.ask("visibleRuns().map(run => run.name)") == ["second"]
 
 
 @needs_browser
@@ -558,50 +480,9 @@ def test_the_pointer_reads_all_runs_at_a_step(browser, page):
     assert not browser.ask("document.querySelector('.first .tip').checkVisibility()")
 
 
-@pytest.mark.long
 @needs_browser
 @pytest.mark.slow
-def test_a_run_that_is_hidden_is_hidden_on_all_charts(browser, page):
-    open_page(browser, page.as_uri())
-    before = browser.ask(COUNT_TRACES)
-    browser.ask("byId('runs').children[0].click()")
-    settle(browser)
-    hidden = browser.ask(COUNT_TRACES)
-    assert hidden == before | {
-        "s loss": 4, "v loss": 0, "v token_accuracy": 0, "s lr": 2, "s grad_norm": 4, "s tokens_per_second": 4,
-        "s peak_memory_usage_GB": 2, "s source: web": 2, "s source: code": 0, "v set: a": 0, "v set: b": 0,
-    }  # fmt: skip
-    assert browser.ask("byId('runs').children[0].getAttribute('aria-pressed')") == "false"
-    assert browser.ask("document.querySelectorAll('#samples td').length") == 6
-    browser.ask("byId('runs').children[0].click()")
-    settle(browser)
-    assert browser.ask(COUNT_TRACES) == before
-    browser.ask("byId('runs').children[1].dispatchEvent(new MouseEvent('dblclick'))")
-    settle(browser)
-    assert browser.ask("visibleRuns().map(run => run.name)") == ["second"]
-    assert browser.ask(COUNT_TRACES)["s loss"] == 2
-
-
-@needs_browser
-@pytest.mark.slow
-def test_dark_follows_the_system_and_the_button(browser, page):
-    first_line = "document.querySelector('.first .trace:last-child').getAttribute('stroke')"
-    back = "getComputedStyle(document.body).backgroundColor"
-    open_page(browser, page.as_uri())
-    light = [browser.ask(back), browser.ask(first_line)]
-    browser.set_dark(True)
-    settle(browser)
-    dark = [browser.ask(back), browser.ask(first_line)]
-    assert all(a != b for a, b in zip(light, dark, strict=True)) and light[0] == "rgb(247, 245, 240)"
-    browser.ask("byId('theme').click()")
-    settle(browser)
-    assert [browser.ask(back), browser.ask(first_line)] == light
-    browser.set_dark(False)
-
-
-@needs_browser
-@pytest.mark.slow
-def test_axes_have_titles_and_a_constant_rate_is_level(browser, tmp_path):
+def test_axes_have_titles_a_constant_rate_is_level_and_a_run_without_steps_has_a_page(browser, tmp_path):
     path = write_run(tmp_path / "run", num_steps=50)
     rounded = [row | {"lr": 1e-5 * (1 + 1e-6 * (row["step"] % 3))} for row in read_lines(path / METRICS)]
     write_jsonl(path / METRICS, rounded)
@@ -614,6 +495,10 @@ def test_axes_have_titles_and_a_constant_rate_is_level(browser, tmp_path):
     assert titles[0] == ["step", "Loss"] and ["step", "Peak memory (GB)"] in titles
     low, high = browser.ask("byId('s loss').drawn.ranges.y")
     assert low > 0.3  # others fill the chart
+    (path / METRICS).write_text("")
+    (tmp_path / "page.html").write_text(make_curves_page(open_runs([path])))
+    open_page(browser, (tmp_path / "page.html").as_uri())
+    assert browser.list_complaints() == [] and browser.ask("byId('empty').checkVisibility()")
 
 
 @pytest.mark.wide
@@ -675,44 +560,26 @@ def test_the_page_thins_what_it_draws_and_keeps_spikes(browser, tmp_path):
     assert smoothed[3205] == pytest.approx(weights @ losses / weights.sum(), rel=1e-4)
 
 
-@needs_browser
-@pytest.mark.slow
-def test_pages_of_a_run_without_steps_and_of_one_step(browser, tmp_path):
-    empty = write_run(tmp_path / "empty", num_steps=1)
-    (empty / METRICS).unlink()
-    one = write_run(tmp_path / "one", num_steps=1)
-    for path, is_empty in ((empty, True), (one, False)):
-        target = tmp_path / "page.html"
-        target.write_text(make_curves_page(open_runs([path])))
-        open_page(browser, target.as_uri())
-        assert browser.list_complaints() == []
-        assert browser.ask("byId('empty').checkVisibility()") == is_empty
-
-
 @pytest.mark.wide
 @needs_browser
 @pytest.mark.slow
 def test_a_followed_page_grows_without_losing_its_place(browser, tmp_path):
     path = write_run(tmp_path / "run", num_steps=20, finished=False)
     with serving(BoardServer(tmp_path, port=0)) as server:
-        check_growth(browser, server, path)
-
-
-def check_growth(browser: Browser, server: BoardServer, path: Path) -> None:
-    open_page(browser, f"{server.address}curves?run={server.board.read()['runs'][0]['id']}")
-    browser.ask("view.x = [5, 15], view.window = 5, drawAll()")
-    settle(browser)
-    last = read_lines(path / METRICS)[-1]
-    rows = [last | {"step": step, "total_samples_accumulated": 32 * step} for step in range(21, 61)]
-    row = rows[-1] | {"step": 61, "sources": make_sources(61, ("web", "code", "x"), 1.0, random.Random(0))}
-    with (path / METRICS).open("a") as file:
-        file.write("".join(json.dumps(one) + "\n" for one in (*rows, row)))
-    browser.wait_until("data.runs[0].x.step.length === 61")
-    settle(browser)
-    assert browser.ask("[view.x, view.window, byId('s loss').drawn.ranges.x]") == [[5, 15], 5, [5, 15]]
-    assert browser.ask("document.querySelectorAll('.plot').length") == 5 + 3
-    assert "following" in browser.ask("byId('live').textContent")
-    assert browser.list_complaints() == []
-    shutil.rmtree(path)
-    browser.wait_until("byId('live').className === 'lost'")
-    assert f"{path}: " in browser.ask("byId('live').textContent")
+        open_page(browser, f"{server.address}curves?run={server.board.read()['runs'][0]['id']}")
+        browser.ask("view.x = [5, 15], view.window = 5, drawAll()")
+        settle(browser)
+        last = read_lines(path / METRICS)[-1]
+        rows = [last | {"step": step, "total_samples_accumulated": 32 * step} for step in range(21, 61)]
+        row = rows[-1] | {"step": 61, "sources": make_sources(61, ("web", "code", "x"), 1.0, random.Random(0))}
+        with (path / METRICS).open("a") as file:
+            file.write("".join(json.dumps(one) + "\n" for one in (*rows, row)))
+        browser.wait_until("data.runs[0].x.step.length === 61")
+        settle(browser)
+        assert browser.ask("[view.x, view.window, byId('s loss').drawn.ranges.x]") == [[5, 15], 5, [5, 15]]
+        assert browser.ask("document.querySelectorAll('.plot').length") == 5 + 3
+        assert "following" in browser.ask("byId('live').textContent")
+        assert browser.list_complaints() == []
+        shutil.rmtree(path)
+        browser.wait_until("byId('live').className === 'lost'")
+        assert f"{path}: " in browser.ask("byId('live').textContent")

@@ -1,15 +1,15 @@
 """Rows of preferences: what is read of them, what is trained, and what is refused."""
 
-import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from bad_preference_rows import ASKED, BAD, BAD_FEEDBACK, BAD_PAIRS, FEEDBACK, GOOD, PAIR, USER, say
-from forked import run_forked
 from processes import flags
 from tiny_data import write_jsonl
 
-from mini_trainer.data.columns.base import list_sequences
+from mini_trainer.data.columns.base import COLUMNS, PREFERENCE, DataTask, RowFacts, check_sample, list_sequences
+from mini_trainer.data.columns.base import FEEDBACK as FEEDBACK_TASK
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options.command_line import parse_options
@@ -20,14 +20,11 @@ CHAT = f"<|im_start|>user\n{USER}<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
 
 
-def make_words(rows: list[dict], model: Path, root: Path, form: str) -> list[str]:
-    paths = dict(input_file=write_jsonl(root / "rows.jsonl", rows), output_file=root / "data.arrow")
-    return flags(**paths, format=form, model_name_or_path=model, num_proc=1)
-
-
 def process(rows: list[dict], model: Path, root: Path, *more: str, form: str = "preference") -> None:
     """What process_data.py does; ValueError where it ends with a message."""
-    process_data(parse_options(ProcessDataOptions, [*make_words(rows, model, root, form), *more]))
+    paths = dict(input_file=write_jsonl(root / "rows.jsonl", rows), output_file=root / "data.arrow")
+    words = flags(**paths, format=form, model_name_or_path=model, num_proc=1)
+    process_data(parse_options(ProcessDataOptions, [*words, *more]))
 
 
 def refuse(*args, **kwargs) -> str:
@@ -49,8 +46,10 @@ def refuse(*args, **kwargs) -> str:
         {"conversations": [{"from": "human", "value": USER}], "chosen": {"from": "gpt", "value": GOOD},
          "rejected": {"from": "gpt", "value": BAD}},
         {"messages": ASKED, "chosen": GOOD, "rejected": BAD},
+        {"prompt": [ASKED[0] | {"train": True}], "chosen": GOOD, "rejected": BAD},
     ],
-    ids=["messages", "text and messages", "whole chats", "hh", "question", "instruction", "sharegpt", "chat and texts"],
+    ids=["messages", "text and messages", "whole chats", "hh", "question", "instruction", "sharegpt", "chat and texts",
+         "marked"],
 )  # fmt: skip
 def test_formats_say_the_same(row, model, tmp_path):
     process([row], model, tmp_path)
@@ -84,6 +83,8 @@ def test_only_what_follows_the_common_beginning_is_trained(model, tmp_path):
     data = TokenizedData(tmp_path / "data.arrow")
     assert [data.read(0)["pair_weight"].tolist(), data.read(0)["margin"].tolist()] == [[2], [0.5]]
     assert [data.read(1)["pair_weight"].tolist(), data.read(1)["margin"].tolist()] == [[1], [0]]
+    process([{"messages": row["chosen"], "label": True}], model, tmp_path, form="feedback")
+    assert read_sides(tmp_path / "data.arrow", model) == [(prompt, GOOD + END)]
 
 
 def test_names_of_columns_are_options(model, tmp_path):
@@ -101,23 +102,22 @@ def test_bad_rows_are_refused_with_their_line(row, reason, model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("form", "good", "row", "reason"), [("preference", PAIR, *BAD_PAIRS[0]), ("feedback", FEEDBACK, *BAD_FEEDBACK[0])]
+    ("old", "new", "rejected", "reason"),
+    [
+        ("message['content']", "(message['content'] | trim)", f"{GOOD}\n", "same tokens"),
+        ("{% for", "{{ messages | length }}{% for", [say(BAD), *ASKED, say(GOOD)], "tokens before their answers"),
+    ],
 )
-def test_the_script_ends_with_that_message(form, good, row, reason, model, tmp_path):
-    done = run_forked(0, "process_data.py", *make_words([good, row], model, tmp_path, form))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "rows.jsonl:2: " in done.stderr and reason in done.stderr
-
-
-def test_answers_that_a_template_makes_equal_are_refused(model, tmp_path):
+def test_answers_that_a_template_makes_equal_and_prompts_that_it_makes_differ(
+    old, new, rejected, reason, model, tmp_path
+):
     template = (model / "chat_template.jinja").read_text()
-    trimming = tmp_path / "trimming.jinja"
-    trimming.write_text(template.replace("message['content']", "(message['content'] | trim)"))
-    assert trimming.read_text() != template
-    row = PAIR | {"rejected": f"{GOOD}\n"}
+    assert old in template
+    (changed := tmp_path / "changed.jinja").write_text(template.replace(old, new, 1))
+    row = PAIR | {"rejected": rejected}
     process([row], model, tmp_path)
-    message = refuse([PAIR, row], model, tmp_path, "--chat-template", str(trimming))
-    assert "rows.jsonl:2: " in message and "same tokens" in message
+    message = refuse([PAIR, row], model, tmp_path, "--chat-template", str(changed))
+    assert "rows.jsonl:2: " in message and reason in message
 
 
 def test_columns_that_change_the_prompt_or_the_weights_are_refused(model, tmp_path):
@@ -130,9 +130,10 @@ def test_long_pairs_are_dropped_whole_and_one_prompts_pairs_fall_on_one_side(mod
     rows = [{"prompt": f"red {i // 3}", "chosen": [say(f"one {i}")], "rejected": [say("two")]} for i in range(60)]
     rows.append(PAIR | {"rejected": "cat " * 200})
     process(rows, model, tmp_path, "--validation-share", "0.3", "--max-sample-num-tokens", "300")
-    kept = json.loads((tmp_path / "data.arrow.meta.json").read_text())["rows"]["kept"]
-    held_out = json.loads((tmp_path / "data.validation.arrow.meta.json").read_text())["rows"]["kept"]
-    assert kept % 3 == held_out % 3 == 0 and kept + held_out == 60 and held_out
+    paths = [tmp_path / f"data{side}.arrow" for side in ("", ".validation")]
+    training, held_out = ([read_sides(path, model, i)[0][0] for i in range(len(TokenizedData(path).lengths))]
+                          for path in paths)  # fmt: skip
+    assert len(training) + len(held_out) == 60 and held_out and not {*training} & {*held_out}
 
 
 @pytest.mark.parametrize(
@@ -170,3 +171,28 @@ def test_pairs_become_feedback(model, tmp_path):
 def test_bad_feedback_is_refused_with_its_line(row, reason, model, tmp_path):
     message = refuse([FEEDBACK, row], model, tmp_path, form="feedback")
     assert "rows.jsonl:2: " in message and reason in message
+
+
+PAIR_OF_SIDES = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8], "sequence_lengths": [2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("objective", "change", "reason"),
+    [
+        (PREFERENCE, {"sequence_lengths": [2, 1, 1]}, r"\[2, 1, 1\], expected two"),
+        (PREFERENCE, {"labels": [-100, 6, -100, -100]}, "the rejected sequence must train"),
+        (PREFERENCE, {"labels": [5, -100, -100, 8]}, "the chosen sequence must train .* not its first"),
+        (PREFERENCE, {"margin": [-1.0]}, r"margin is \[-1.0\]"),
+        (PREFERENCE, {"pair_weight": [0.0]}, r"pair_weight is \[0.0\]"),
+        (FEEDBACK_TASK, {"sequence_lengths": [2, 1, 1]}, "one or two sequences"),
+        (FEEDBACK_TASK, {"labels": [-100, 6, -100, -100]}, "must train"),
+        (FEEDBACK_TASK, {"good": [2.0]}, r"good is \[2.0\], expected one number from 0 to 1"),
+        (FEEDBACK_TASK, {"labels": [-100, 6, -100, 9]}, "vocabulary of 9"),
+    ],
+)
+def test_a_sample_that_breaks_the_contract_is_named(objective, change, reason):
+    labels = change.get("labels", PAIR_OF_SIDES["labels"])[: 4 if objective == PREFERENCE else 2]
+    num_counted = sum(label != -100 for label in labels[1:])
+    sample = {name: np.array(value) for name, value in (PAIR_OF_SIDES | change).items()}
+    with pytest.raises(ValueError, match=f"^a.arrow: row 1: .*{reason}"):
+        check_sample(COLUMNS[objective], sample, RowFacts(DataTask(objective), 4, num_counted, 9, "a.arrow: row 1"))

@@ -4,19 +4,20 @@ import errno
 import os
 import re
 import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from forked import run_forked, succeed
-from processes import ENV, ROOT, flags, free_port, torchrun_node
+from processes import flags
 from refusals import read_refusal
 
+from mini_trainer.distributed.ending import RunError
 from mini_trainer.distributed.meeting import MOST_NODES
 from mini_trainer.distributed.process import check_tasks
+from mini_trainer.run import preflight, preflight_nodes
 from mini_trainer.run.preflight import MADE, check_disk, find_failure
-from mini_trainer.run.preflight_nodes import Node, check_launch, describe_nodes, refuse_problems
+from mini_trainer.run.preflight_nodes import Node, check_launch, check_nodes, describe_nodes, refuse_problems
 
 OF_SRUN = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")
 
@@ -56,6 +57,16 @@ def test_a_bucket_that_lacks_an_operation_is_refused_by_name(lacking, message, t
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "stale", "said"),
+    [("appended", "1\n", "appended bytes"), ("replaced", "1", "earlier one"), ("file", "", "reads differently")],
+)
+def test_a_bucket_that_shows_what_was_there_before_can_hold_a_run(name, stale, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "read_text", lambda path: stale if path.name == name else path.read_text())
+    with pytest.raises(ValueError, match=rf"^--output-dir {tmp_path}: cannot .*{said}"):
+        check_disk(tmp_path)
+
+
 def test_a_full_disk_is_not_one_that_lacks_an_operation(tmp_path, monkeypatch):
     def fail(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -81,11 +92,8 @@ def make_nodes(*hosts: str, num_ranks: int = 8) -> list[Node]:
     return [Node(host, range(i * num_ranks, (i + 1) * num_ranks), None) for i, host in enumerate(hosts)]
 
 
-def test_hosts_and_ranks_are_one_line():
+def test_hosts_and_ranks_are_one_line_and_many_nodes_are_cut():
     assert describe_nodes(make_nodes("a", "b")) == "a (ranks 0-7), b (ranks 8-15)"
-
-
-def test_many_nodes_of_any_names_are_cut():
     assert describe_nodes(make_nodes(*(f"pod-{i}-x" for i in range(0, 60, 2)))).endswith("(ranks 120-127) and 14 more")
 
 
@@ -96,9 +104,6 @@ def test_the_nodes_with_a_problem_are_listed(tmp_path):
     assert first == "--output-dir: DIR has to be one directory for all nodes, to which each can write:"
     assert listed == [f"  n{i} (rank {i}): no such thing" for i in range(1, MOST_NODES + 1)]
     assert more == "  and 2 more nodes" and "may be on local disks" in advice
-
-
-# How srun has started them.
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,18 @@ def test_tasks_of_srun_are_no_ranks(inputs, tmp_path):
     assert "error: srun has started 2 tasks without torchrun" in done.stderr and "Traceback" not in done.stderr
 
 
-# Real ranks.
+@pytest.mark.parametrize("place", ["run", "run/checkpoints"])  # the second may be a link or a mount of its own
+def test_a_node_with_another_disk_in_one_place_writes_there(place, world, tmp_path, monkeypatch):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    check_nodes(world, tmp_path / "run")
+    find, other = preflight_nodes.find_token, tmp_path / place
+    monkeypatch.setattr(preflight_nodes, "SECONDS_TO_APPEAR", 0)
+    monkeypatch.setattr(preflight_nodes, "find_token", lambda path, token: find(path, token * (path != other)))
+    with pytest.raises(RunError, match=rf"{other} has .*\n  .* \(rank 0\): it is another directory than rank 0's"):
+        check_nodes(world, tmp_path / "run")
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert preflight_nodes.try_writing(tmp_path / "0", "token").startswith("it cannot be written: [Errno 95]")
+
 
 ONE_RANK_A_NODE = dict(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
 
@@ -172,57 +188,3 @@ def test_a_checkpoint_that_fails_names_the_node(inputs, tmp_path):
     assert re.search(
         rf"^error: cannot write the checkpoint \S*{place} File too large.* free\.", done.stderr, re.MULTILINE
     )
-
-
-MOUNTED = """
-hostname "$1"; mount --bind "$2" "$3" && { [ "$4" = rw ] || mount -o remount,bind,ro "$3"; }
-shift 4; exec "$@"
-"""
-
-
-def can_mount() -> bool:
-    return subprocess.run(["unshare", "--mount", "--uts", "true"], capture_output=True, check=False).returncode == 0
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-@pytest.mark.skipif(not can_mount(), reason="needs root, and unshare --mount: nodes with disks of their own")
-@pytest.mark.parametrize(
-    ("own", "place", "mode", "problem"),
-    [
-        ("shared", "shared", "rw", None),
-        ("local", "shared", "rw", "there is no such directory"),
-        ("shared", "shared", "ro", "it cannot be written: [Errno 30] Read-only file system"),
-        ("local", "shared/run/checkpoints", "rw", "it is another directory than rank 0's"),
-    ],
-)
-def test_nodes_with_disks_of_their_own(own, place, mode, problem, inputs, tmp_path):
-    """Two torchruns, the second one in a mount namespace with another host name."""
-    for name in ("shared/run/checkpoints", "local"):
-        (tmp_path / name).mkdir(parents=True)
-    if place == "shared":
-        (tmp_path / "shared/run/checkpoints").rmdir()
-        (tmp_path / "shared/run").rmdir()
-    words = ["tests/workers/impatient.py", 4, "train.py", *list_words(inputs), "--output-dir", tmp_path / "shared/run"]
-    command = torchrun_node(2, free_port(), "--local-addr=127.0.0.1", *words)
-    nodes = []
-    for host, disk, at, access in (("n1", "shared", "shared", "rw"), ("n2", own, place, mode)):
-        places = [host, tmp_path / disk, tmp_path / at, access]
-        unshared = ["unshare", "--mount", "--uts", "bash", "-c", MOUNTED, "bash", *map(str, places), *command]
-        log = (tmp_path / f"{host}.log").open("w+")
-        nodes.append((subprocess.Popen(unshared, cwd=ROOT, env=ENV, stdout=log, stderr=log), log))
-    codes, texts = [], []
-    for process, log in nodes:
-        codes.append(process.wait(timeout=200))
-        log.seek(0)
-        texts.append(log.read())
-    printed = "".join(texts)
-    if problem is None:
-        assert codes == [0, 0] and ("2 nodes: n" in printed), printed
-        return
-    assert codes == [1, 1], printed
-    # torchrun numbers its nodes by process here, since they have one address: n2 is the second.
-    problems = [line for line in printed.splitlines() if line.startswith("  n2 (rank 1): ")]
-    assert len(problems) == 2, printed
-    assert all(line.startswith(f"  n2 (rank 1): {problem}") for line in problems), printed
-    assert " bytes, the disk has" not in printed and "died" not in printed, printed

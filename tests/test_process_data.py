@@ -19,21 +19,19 @@ import pytest
 from breadth import long, wide
 from data_runs import chat, command_for, options_for, read_arrow, write_rows
 from forked import run_forked
-from make_tiny_model import CHATML_TEMPLATE, train_tokenizer
+from make_tiny_model import CHATML_TEMPLATE
 from processes import run_unread, wait_until
+from small_tokenizers import wrap
 from tiny_data import read_lines
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from mini_trainer.data.columns.base import IGNORED
-from mini_trainer.data.rows.preparing import BYTES_PER_WORKER
 from mini_trainer.data.rows.report import percentile
 from mini_trainer.data.stores.json_lines import MAX_ROW_BYTES
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import replace_options
-from mini_trainer.options.command_line import parse_options
 from mini_trainer.options.problems.finding import find_problems
-from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 
 MODEL = "tokenizer"
@@ -118,19 +116,6 @@ def test_a_report_that_nobody_reads_is_no_error(model, tmp_path):
     assert names(tmp_path) == {"in.jsonl", "out.jsonl", "out.jsonl.meta.json"}
 
 
-@pytest.mark.slow
-def test_output_does_not_depend_on_the_number_of_processes(model, tmp_path):
-    source = write_rows(tmp_path / "in.jsonl", [chat(i, words=120) for i in range(2100)])
-    assert source.stat().st_size > BYTES_PER_WORKER  # enough for two workers
-    results = [run(model, source, tmp_path / f"out{n}.arrow", "--num-proc", str(n)) for n in (1, 2)]
-    assert [result.returncode for result in results] == [0, 0], results
-    samples_shown = [result.stdout.partition("---")[2] for result in results]
-    assert samples_shown[0] == samples_shown[1] != ""
-    for ending in ("arrow", "arrow.meta.json"):
-        assert (tmp_path / f"out1.{ending}").read_bytes() == (tmp_path / f"out2.{ending}").read_bytes()
-    assert names(tmp_path) == {"in.jsonl", *(f"out{n}.arrow{end}" for n in (1, 2) for end in ("", ".meta.json"))}
-
-
 def test_lines_that_only_look_hostile(model, tokenizer, tmp_path):
     strange = chat(1)
     strange["messages"][1]["content"] = "a\u2028b\x85c\x0bd\x00e\u2029"
@@ -147,12 +132,6 @@ HOSTILE_LINES = {
     b'{"messages": [{"role": "us': "not JSON",
     b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}': "not UTF-8",
     b"[1, 2]": "object",
-    b'{"conversations": [{"from": "human", "value": "a"}]}': "sharegpt",
-    b'{"messages": [{"role": "user", "content": "a\x00b"}]}': "not JSON",
-    b'{"messages": [{"role": "user", "content": "a"}], "n": ' + b"9" * 5000 + b"}": "5000 digits",
-    b'{"messages": [{"role": "user", "content": "a"}], "n": NaN}': "NaN",
-    b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "nested",
-    b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}': "'role'",
     b'{"messages": [{"role": "user", "content": "a\\ud800"}]}': r"\\ud800",
 }
 TOO_LONG = 200_000_000  # bytes, in a line after the others
@@ -173,7 +152,7 @@ def test_hostile_rows_stop_everything(model, tmp_path):
     result = run(model, source, tmp_path / "out.jsonl")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr and result.stdout == ""
-    assert f"11 of {len(HOSTILE_LINES) + 3} rows" in result.stderr
+    assert f"{len(HOSTILE_LINES) + 1} of {len(HOSTILE_LINES) + 3} rows" in result.stderr
     for number, reason in enumerate(HOSTILE_LINES.values(), start=2):
         assert re.search(rf"\n  in\.jsonl:{number}: .*{reason}", result.stderr), (number, reason, result.stderr)
     assert names(tmp_path) == {"in.jsonl"}
@@ -330,7 +309,7 @@ def test_blocks_are_cut_within_the_stream_of_documents(model, tokenizer, tmp_pat
     assert [token for sample in samples for token in sample["input_ids"]] == stream
     for sample in samples:
         assert sample["labels"] == sample["input_ids"] and sample["input_ids"][0] != eos
-        assert sample["num_loss_counted_tokens"] == sample["len"] - 1 >= 1
+        assert 1 <= sample["num_loss_counted_tokens"] == sample["len"] - 1 < block_size
     for sample, following in pairwise(samples):  # only to keep an end of text from the start
         is_short = sample["len"] == block_size - 1 and following["input_ids"][1] == eos
         assert sample["len"] == block_size or is_short
@@ -360,30 +339,13 @@ def test_only_samples_of_rows_with_weights_have_some(model, tmp_path, monkeypatc
     for i, sample in enumerate(samples):
         weights = data.read(i)["loss_weights"].tolist()
         assert weights == (sample["loss_weights"] or [1.0] * sample["len"])
-    if ending == ".jsonl":
-        assert [("loss_weights" in sample) for sample in read_lines(tmp_path / "with.out.jsonl")] == [
-            sample["loss_weights"] is not None for sample in samples
-        ]
-    if ending == ".arrow":
-        with pa.OSFile(str(tmp_path / "with.out.arrow")) as file:
-            reader = pa.ipc.open_file(file)
-            assert reader.schema.field("loss_weights").type == pa.list_(pa.float32())
-            assert [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)] == [2, 2, 2, 1]
 
 
 @pytest.fixture(scope="module")
 def base_model(tmp_path_factory) -> Path:
     """A tokenizer without chat template, and without special tokens of chats."""
-    tokenizer = train_tokenizer(["How many are 12 and 30? 42"] * 9, vocab_size=300)
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    names = {"<|im_start|>": "<|unused|>", "<|im_end|>": "</s>"}
-    for token in state["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    state["model"]["vocab"] = {names.get(token, token): i for token, i in state["model"]["vocab"].items()}
-    backend = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
-    base = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     path = tmp_path_factory.mktemp("base")
-    base.save_pretrained(path)
+    wrap("make_bytes").save_pretrained(path)
     return path
 
 
@@ -446,15 +408,6 @@ def test_templates_and_tokens_that_are_refused(base_model, tmp_path, monkeypatch
     with pytest.raises(ValueError, match=reason):
         process_data(options_for(base_model, source, tmp_path / "out.jsonl", **options))
     assert names(tmp_path) == before
-
-
-def test_input_files_and_tokens_can_be_lists_on_the_command_line_and_in_yaml(tmp_path):
-    config = tmp_path / "options.yaml"
-    config.write_text("input_file: [a.jsonl, b.jsonl]\nadd_special_tokens: <|a|>\noutput_file: o.arrow\n")
-    options = parse_options(ProcessDataOptions, ["--config", str(config), "--model-name-or-path", "m"])
-    assert options.rows.input_file == ("a.jsonl", "b.jsonl") and options.rows.add_special_tokens == ("<|a|>",)
-    flags = ["--input-file", "a", "b", "--output-file", "o.arrow", "--model-name-or-path", "m"]
-    assert parse_options(ProcessDataOptions, flags).rows.input_file == ("a", "b")
 
 
 @pytest.mark.parametrize(

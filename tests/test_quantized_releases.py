@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedJob, run_forked, succeed
-from in_process import train_forked, train_here
-from processes import Job, flags
+from forked import succeed
+from in_process import train_here
+from processes import flags
 from quantizing import (
     QWEN3,
     RELEASES,
@@ -22,10 +22,10 @@ from quantizing import (
     spoil_release,
 )
 from safetensors.torch import load_file, save_file
-from small_runs import NUM_SAMPLES, OPTIONS, read_rows
+from small_runs import NUM_SAMPLES, OPTIONS
 from tiny_data import make_samples, write_samples
 from tiny_models import VOCAB_SIZE, change_json, load_source, save_tokenizer
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import GPT2Config
 
 from mini_trainer.model.weights import read_weights
 from mini_trainer.objectives.families.text import TextFamily
@@ -108,41 +108,8 @@ def assert_same_files(one: Path, other: Path) -> None:
     assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
 
 
-@pytest.mark.wide
-@pytest.mark.slow
-def test_mxfp4_trains_on_one_rank_and_two_and_through_a_kill_as_the_model_that_it_stands_for(world, tmp_path, caplog):
-    release, plain = make_inputs("mxfp4", tmp_path)
-    with caplog.at_level("INFO", logger="mini_trainer"):
-        export = train(world, release, tmp_path / "one")
-    assert re.search(r"model: quantized \(mxfp4\).* bfloat16", caplog.text)
-    assert_same_files(export / "model.safetensors", train(world, plain, tmp_path / "plain_run") / "model.safetensors")
-    assert read_rows(tmp_path / "one") == read_rows(tmp_path / "plain_run")
-
-    # What is exported is a model like any other.
-    assert "quantization_config" not in json.loads((export / "config.json").read_text())
-    reloaded = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
-    saved = load_file(export / "model.safetensors")
-    assert all(torch.equal(param, saved[name]) for name, param in reloaded.named_parameters())
-
-    # Two ranks, of which one run is killed.
-    options = OPTIONS | release | dict(max_steps=6)
-    train_forked(2, **options, output_dir=tmp_path / "whole")
-    argv = ["train.py", *flags(**options, output_dir=tmp_path / "killed")]
-    job = ForkedJob(2, argv, tmp_path / "killed")
-    Job.wait_for_step(job, 2)
-    job.kill()
-    assert not (tmp_path / "killed" / "hf_format").exists()
-    result = run_forked(2, *argv)
-    assert result.returncode == 0 and "resuming from" in result.stderr, result.stderr
-    assert read_rows(tmp_path / "killed") == read_rows(tmp_path / "whole")
-    assert_same_files(*(tmp_path / name / "hf_format/samples_48/model.safetensors" for name in ("killed", "whole")))
-    for row, other in zip(read_rows(tmp_path / "one"), read_rows(tmp_path / "whole"), strict=False):
-        assert other["loss"] == pytest.approx(row["loss"], rel=2e-6)
-        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-5)
-
-
 @pytest.mark.long
-def test_adapters_and_osft_start_from_the_dequantized_weights(world, tmp_path):
+def test_all_methods_start_from_the_dequantized_weights(world, tmp_path):
     sources = make_inputs("fp8", tmp_path)
     cache = dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=str(tmp_path / "cache"))
     exports = {
@@ -150,10 +117,12 @@ def test_adapters_and_osft_start_from_the_dequantized_weights(world, tmp_path):
         for name, options in {
             "lora": dict(lora=True, lora_rank=4, base_quantization="nf4", lora_export="both"),
             "osft": cache,
+            "full": {},
         }.items()
     }
     for released, plain in exports.values():
         assert_same_files(released / "model.safetensors", plain / "model.safetensors")
+        assert "quantization_config" not in json.loads((released / "config.json").read_text())
     adapters = [export / "adapter" for export in exports["lora"]]
     assert_same_files(*(adapter / "adapter_model.safetensors" for adapter in adapters))
 

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from data_runs import read_arrow
 from hub_standin import Hub
-from in_process import train_here
 from make_tiny_model import train_tokenizer
-from small_runs import read_rows
 from tiny_data import write_jsonl
 
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -70,21 +68,11 @@ def test_folders_of_the_datasets_library_give_what_the_file_gives(tokenizer_dir,
         assert tokenize(tokenizer_dir, output, input_dataset=str(tmp_path / name)) == expected
         (source,) = json.loads(Path(f"{output}.meta.json").read_text())["sources"]
         assert (source["file"], source["format"], len(source["sha256"])) == (f"{name} train", "messages", 64)
-    for name in ("several", "parquet"):
-        found = tokenize(tokenizer_dir, tmp_path / "t.arrow", input_dataset=str(tmp_path / name), split="test")
-        assert found == expected[:3]
-
-
-@pytest.mark.long
-def test_slices_of_splits(tokenizer_dir, tmp_path):
-    whole = tokenize(tokenizer_dir, tmp_path / "a.arrow", input_file=str(write_jsonl(tmp_path / "a.jsonl", CHATS)))
-    write_folders(tmp_path)
-    slices = {"train[:10%]": whole[:3], "train[10:12]": whole[10:12], "train[-4:]": whole[-4:]}
-    of_several = {"train[5:7]+test[:1]": whole[5:7] + whole[:1], "train+test": whole + whole[:3]}
-    for name, expected in (("saved", slices), ("several", slices | of_several), ("parquet", slices | of_several)):
-        for split, samples in expected.items():
-            found = tokenize(tokenizer_dir, tmp_path / "s.arrow", input_dataset=str(tmp_path / name), split=split)
-            assert found == samples, (name, split)
+        slices = {"train[:10%]": expected[:3], "train[-4:]": expected[-4:]}
+        if name != "saved":
+            slices |= {"test": expected[:3], "train[5:7]+test[:1]": expected[5:7] + expected[:1]}
+        for split, samples in slices.items():
+            assert tokenize(tokenizer_dir, output, input_dataset=str(tmp_path / name), split=split) == samples
 
 
 def test_what_cannot_be_had_names_what_there_is(tokenizer_dir, tmp_path):
@@ -97,10 +85,7 @@ def test_what_cannot_be_had_names_what_there_is(tokenizer_dir, tmp_path):
         (dict(input_dataset=str(tmp_path / "several"), split="tset"), "several.* tset: .*train"),
         (dict(input_dataset=str(tmp_path / "several"), split="tset[:2]"), 'split tset.:2.: Unknown split "tset"'),
         (dict(input_dataset=str(tmp_path / "several"), split="train[:"), "Unrecognized instruction format: train"),
-        (
-            dict(input_dataset=str(tmp_path / "parquet"), split="tset"),
-            r"Bad split: tset. Available splits: \['train'\]",
-        ),
+        (dict(input_dataset=str(tmp_path / "parquet"), split="tset"), "Bad split: tset. Available splits: ..train"),
         (dict(input_dataset=str(tmp_path / "empty")), "--input-dataset .*empty: "),
         (dict(input_dataset=str(tmp_path / "several"), revision="v1"), "several.* no revisions"),
         (dict(input_dataset=str(tmp_path / "parquet" / "train-0.parquet")), r"train-0\.parquet: .*--input-file"),
@@ -175,17 +160,6 @@ def test_columns_of_other_names_give_what_the_usual_ones_give(tokenizer_dir, tmp
     )
 
 
-def test_a_nested_column_of_texts_to_classify(tokenizer_dir, tmp_path):
-    rows = [{"text": f"How many {i}", "label": "ab"[i % 2]} for i in range(6)]
-    nested = [{"review": {"body": row["text"]}, "mark": {"of": row["label"]}} for row in rows]
-    plain = tokenize(tokenizer_dir, tmp_path / "p.arrow", format="classification",
-                     input_file=str(write_jsonl(tmp_path / "p.jsonl", rows)))  # fmt: skip
-    found = tokenize(tokenizer_dir, tmp_path / "n.arrow", format="classification",
-                     columns=("text=review.body", "label=mark.of"),
-                     input_file=str(write_jsonl(tmp_path / "n.jsonl", nested)))  # fmt: skip
-    assert found == plain
-
-
 def test_a_wrong_name_lists_the_columns_there_are(tokenizer_dir, tmp_path):
     source = write_jsonl(tmp_path / "r.jsonl", [{"id": 1, "chat": {"turns": make_turns(1), "lang": "en"}}] * 3)
     names = r"'chat\.turns'\?; .* chat, chat\.lang, chat\.turns, id$"
@@ -207,22 +181,6 @@ def test_random_tokens_are_ordinary_ones_and_the_same_for_every_number_of_worker
     special = train_tokenizer([], vocab_size=300).all_special_ids
     assert not np.isin(ids, special).any()
     assert all(row["labels"] == row["input_ids"] and row["num_loss_counted_tokens"] == 6 for row in first)
-
-
-def test_a_run_on_random_tokens_resumes_and_packs_as_any_other(model, world, tmp_path):
-    tokenize(model, tmp_path / "mock.arrow", mock_data=12, block_size=20)
-
-    def train(name: str, **options) -> list[dict]:
-        train_here(world, model_name_or_path=str(model), data_path=str(tmp_path / "mock.arrow"), batch_size=5,
-                   max_tokens_per_gpu=64, checkpoint_every_steps=2, save_final_checkpoint=False,
-                   output_dir=str(tmp_path / name), **options)  # fmt: skip
-        return read_rows(tmp_path / name)
-
-    whole = train("whole", max_steps=3)
-    assert [row["num_total_tokens"] for row in whole] == [100] * 3
-    assert [row["grad_accum"] for row in whole] == [2] * 3  # 60 of at most 64 tokens, then 40
-    train("parts", max_steps=2)
-    assert train("parts", max_steps=3) == whole
 
 
 # --- from rows to a run

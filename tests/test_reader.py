@@ -254,6 +254,15 @@ def test_a_data_set_without_samples_is_refused(tmp_path):
         TokenizedData(write_rows(tmp_path / "data.arrow", []))
 
 
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_file_of_another_size_than_its_sidecar_records_is_read(more, tmp_path):
+    path = write_rows(tmp_path / "data.arrow", [ROW] * 9)
+    size = path.stat().st_size
+    Path(f"{path}.meta.json").write_text(json.dumps({"file": {"size": size + more, "sha256": "0" * 64}}))
+    with pytest.raises(ValueError, match=rf"data\.arrow: {size:,} bytes, but .* says {size + more:,}"):
+        TokenizedData(path)
+
+
 def test_nothing_is_held_but_lengths_and_the_order(tmp_path):
     data = TokenizedData(write_rows(tmp_path / "data.arrow", [ROW] * 10))
     input_ids, labels, _ = read_triple(data, 4)

@@ -73,11 +73,6 @@ def test_a_file_is_opened_without_the_one_reader():
     assert not unused, f"allowed in vain: {unused}"
 
 
-@pytest.mark.parametrize("text", ["open(a)", "path.read_text()", "path.open('rb')", "np.load(a)", "pickle.load(a)"])
-def test_a_bare_reader_is_not_found(text):
-    assert len(list(iterate_bare(ast.parse(text)))) == 1
-
-
 @pytest.fixture(params=["pipe", "directory", "link"])
 def other(request, tmp_path) -> Path:
     path = tmp_path / "file"

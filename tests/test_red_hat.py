@@ -16,15 +16,8 @@ from tiny_data import make_samples, write_jsonl, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer import PretrainingConfig, TorchrunArgs, TrainingArgs, TrainingMode, run_training
-from mini_trainer.api.commands import (
-    list_notes,
-    make_data_args,
-    make_data_values,
-    make_train_values,
-    make_train_words,
-    make_words,
-    name_arguments,
-)
+from mini_trainer.api import commands
+from mini_trainer.api.commands import make_data_args, make_data_values, make_train_values, make_train_words, make_words
 from mini_trainer.api.errors import BadInputError
 from mini_trainer.api.tokenized import derive_data, names_tokenized
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -103,14 +96,14 @@ def test_nothing_is_dropped_without_a_note(tmp_path):
     tokens.write_text(json.dumps(dict(input_ids=[1], labels=[1], len=1)) + "\n")
     args = TrainingArgs(**NEEDED | dict(data_path=str(tokens)), on_demand_checkpointing=True, validate_at_final=False,
                         max_seq_len=9, training_mode="step", max_epochs=2, osft_upcast_dtype="float32")  # fmt: skip
-    said = "\n".join(list_notes(args))
+    said = "\n".join(commands.list_notes(args))
     for name in ("on_demand_checkpointing has no effect: always on", "validate_at_final has no effect",
                  "osft_upcast_dtype has no", "max_seq_len has no effect: data_path is tokenized",
                  "max_epochs has no effect with training_mode 's",
                  "lr_scheduler is cosine", "save_dtype is bfloat16"):  # fmt: skip
         assert name in said
-    assert list_notes(TrainingArgs(**NEEDED)) == []
-    assert "data_path has no effect" in list_notes(TrainingArgs(**NEEDED, mock_data=True))[0]
+    assert commands.list_notes(TrainingArgs(**NEEDED)) == []
+    assert "data_path has no effect" in commands.list_notes(TrainingArgs(**NEEDED, mock_data=True))[0]
 
 
 def test_training_hub_finds_the_fields_that_it_looks_for():
@@ -124,7 +117,9 @@ def test_training_hub_finds_the_fields_that_it_looks_for():
 
 def test_red_hats_modules_are_there_and_import_nothing_heavy():
     script = (
-        "import mini_trainer.osft_utils as osft_utils, mini_trainer.api_train, sys\n"
+        "import mini_trainer, sys\n"
+        "assert not {'torch', 'numpy', 'tyro', 'transformers', 'yaml'} & set(sys.modules)\n"
+        "import mini_trainer.osft_utils as osft_utils, mini_trainer.api_train\n"
         "from mini_trainer.callbacks import TrainerCallback, serialize_callback\n"
         "from mini_trainer.training_types import PretrainingConfig, TrainingArgs, TrainingMode\n"
         "from mini_trainer import TrainerCallback as same, run_training\n"
@@ -223,7 +218,7 @@ def test_messages_name_arguments_as_they_were_given():
         "--learning-rate -1.0: must be at least 0\n--max-tokens-per-gpu 600 and --no-osft: see --unknown-flag\n"
         "python -m mini_trainer train --help all lists all options"
     )
-    assert name_arguments(message, args, make_train_values(args)) == (
+    assert commands.name_arguments(message, args, make_train_values(args)) == (
         "learning_rate -1.0: must be at least 0\nmax_batch_len 600 and osft=False: see --unknown-flag"
     )
 

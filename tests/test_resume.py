@@ -1,5 +1,6 @@
 """A resumed run is the uninterrupted one, and a checkpoint that cannot be trusted is named and never used."""
 
+import itertools
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from breadth import long, wide
 from forked import run_forked, succeed
 from in_process import train_forked, train_here, train_on
 from processes import ROOT, flags
+from safetensors.torch import save_file
 from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, load_checkpoint, make_inputs, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
@@ -21,10 +24,15 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 from mini_trainer.data.stores.contents import write_json, write_manifest
 from mini_trainer.data.stores.disk import put_in_place, remove
 from mini_trainer.distributed.ending import RunError
-from mini_trainer.run.checkpointing import NoValidCheckpoint
+from mini_trainer.distributed.watch import RunControl
+from mini_trainer.options.reading import hash_file
+from mini_trainer.options.tools import VerifyOptions
+from mini_trainer.run.checkpoint_files import TensorReader
+from mini_trainer.run.checkpointing import Checkpointer, NoValidCheckpoint, fill
 from mini_trainer.run.model_card import read_rows as read_card_rows
 from mini_trainer.run.record import read_ends
 from mini_trainer.run.training_log import MetricsFile
+from mini_trainer.tools.verify import verify
 
 MODEL = "llama_tied_bias"
 
@@ -115,11 +123,6 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def zero_tail(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[:-512] + bytes(512))
-
-
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
@@ -127,7 +130,6 @@ def truncate(path: Path) -> None:
 WEIGHTS = "rank_00000.safetensors"
 DAMAGES = {
     "truncated": (WEIGHTS, truncate, " bytes "),
-    "zero tail": (WEIGHTS, zero_tail, "SHA-256"),
     "flipped bit": (WEIGHTS, flip_bit, "SHA-256"),
     "no weights": (WEIGHTS, Path.unlink, "missing"),
     "link": (WEIGHTS, lambda path: (path.rename(path.parent.parent / "elsewhere"), path.symlink_to("../elsewhere")),
@@ -170,8 +172,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(damage, s
 def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(start, finished, tmp_path):
     output_dir = copy_until(finished, 3, tmp_path / "run")
     (output_dir / "checkpoints" / "step_3").rename(output_dir / "checkpoints" / "step_5")
+    (output_dir / "checkpoints" / "damaged_step_5").mkdir()  # an earlier one
     messages = start(output_dir, max_steps=6)
-    assert re.search(r"state\.json .*step 3, .*step_5; .*damaged_step_5$", messages[0])
+    assert re.search(r"state\.json .*step 3, .*step_5; .*damaged_step_5_1$", messages[0])
     check_same(finished, output_dir, step=6)
 
 
@@ -192,16 +195,64 @@ def forge(directory: Path, **state: object) -> dict:
     return manifest
 
 
-@pytest.mark.parametrize("position", [None, dict(step="1"), dict(step=-1), dict(steps=1), [1, 2], "as it was"])
-def test_a_state_or_a_manifest_that_was_forged_is_refused(position, start, finished, tmp_path):
+FORGED_FILES = {"../../../etc/passwd": {"size": 1, "sha256": ""}, "state.json": {"size": 1, "sha256": ""}}
+
+
+@pytest.mark.parametrize(
+    ("state", "changes"),
+    [
+        *((dict(position=position), {}) for position in (None, dict(step="1"), dict(step=-1), dict(steps=1), [1, 2])),
+        ({}, dict(files=FORGED_FILES)),
+        *(({}, dict(num_shards=number)) for number in (0, 2)),
+    ],
+)
+def test_a_state_or_a_manifest_that_was_forged_is_refused(state, changes, start, finished, tmp_path):
     output_dir = copy_until(finished, 1, tmp_path / "run")
     directory = output_dir / "checkpoints" / "step_1"
-    manifest = forge(directory, **({} if position == "as it was" else dict(position=position)))
-    if position == "as it was":
-        manifest["files"]["../../../etc/passwd"] = manifest["files"].pop(WEIGHTS)
-    write_manifest(directory, manifest)
+    write_manifest(directory, forge(directory, **state) | changes)
     with pytest.raises(NoValidCheckpoint, match="only damaged_step_1;"):
         start(output_dir, max_steps=6)
+
+
+def write_shards(directory: Path, whole: torch.Tensor, num_shards: int) -> TensorReader:
+    """A checkpoint of one tensor, divided over ranks as FSDP2 does."""
+    directory.mkdir()
+    parts = [*whole.chunk(num_shards), *[whole[:0]] * num_shards][:num_shards]
+    for rank, part in enumerate(parts):
+        save_file({"x": part.clone()}, directory / f"rank_{rank:05}.safetensors")
+    position = dict(step=1, num_samples=8, num_tokens=9, num_in_step=0)
+    write_json(directory / "state.json", dict(position=position, identity={}))
+    layout = dict(num_shards=num_shards, tensors={"x": dict(shape=list(whole.shape), dtype="F32", dim=0)})
+    files = {path.name: hash_file(path) for path in directory.iterdir()}
+    write_manifest(directory, dict(format=1, **layout, files=files))
+    return TensorReader(directory, layout)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 6])  # of 5 rows: also uneven and empty shards
+def test_any_part_of_a_tensor_is_read_from_shards_of_which_each_is_verified(num_shards, world, tmp_path):
+    whole = torch.rand(5, 3)
+    reader = write_shards(tmp_path / "step_1", whole, num_shards)
+    for low, high in itertools.combinations(range(6), 2):
+        found = torch.full((high - low, 2), torch.nan)
+        reader.read(found, "x", (low, 1))
+        assert torch.equal(found, whole[low:high, 1:])
+    checkpointer = Checkpointer(tmp_path, world=world, num_kept=1, is_async=False)
+    opened = checkpointer.open(tmp_path / "step_1")
+    (tmp_path / "step_1").rename(tmp_path / "before")
+    write_shards(tmp_path / "step_1", whole.fill_(torch.nan), num_shards)
+    with pytest.raises(NoValidCheckpoint, match="replaced"):
+        checkpointer.verify_origin(opened)
+    with pytest.raises(ValueError, match="x has 15 NaN"):
+        fill(torch.empty(5, 3), "x", checkpointer.open(tmp_path / "step_1").open_tensors())
+    for shard in (tmp_path / "before").glob("rank_*"):
+        flip_bit(shard)
+        with pytest.raises(NoValidCheckpoint, match=f"before: .*{shard.name}.* SHA-256"):
+            checkpointer.open(tmp_path / "before")
+        flip_bit(shard)
+    flip_bit(tmp_path / "before" / "state.json")
+    with pytest.raises(ValueError, match=r"^1 damaged"):
+        verify(VerifyOptions(path=(str(tmp_path / "before"),)))
+    checkpointer.close()
 
 
 def test_a_run_with_an_option_that_is_gone_is_resumed(start, finished, tmp_path):
@@ -276,9 +327,26 @@ def test_changed_inputs_are_refused_by_name(changed, start, decaying, inputs, tm
     elif changed == "chat template":
         (model / "chat_template.jinja").write_text("{{ messages }}")
     else:
-        write_samples(data, make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, seed=1))
+        (ids, labels), *others = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)
+        write_samples(data, [(ids[::-1], labels), *others])
     with pytest.raises(ValueError, match=f"step_1 .*other {changed}: "):
         start(output_dir, lr_scheduler="linear", max_steps=2, model_name_or_path=str(model), data_path=str(data))
+
+
+def test_a_resumed_run_goes_on_with_the_average_of_all_steps(start, tmp_path):
+    averaged = dict(weight_average="ema", ema_half_life=2)
+    start(tmp_path / "whole", max_steps=3, **averaged)
+    resumed = copy_until(tmp_path / "whole", 2, tmp_path / "resumed")
+    start(resumed, max_steps=3, **averaged)
+    check_same(tmp_path / "whole", resumed, step=3)
+
+
+def test_minutes_between_checkpoints_are_counted_from_the_last_one(start, tmp_path, monkeypatch):
+    clock = SimpleNamespace(monotonic=itertools.count(step=25).__next__)  # each look takes 25 seconds
+    monkeypatch.setattr("mini_trainer.run.run_directory.time", clock)
+    start(tmp_path / "run", max_steps=9, checkpoint_every_steps=None, checkpoint_every_minutes=1)
+    steps = [int(path.name.removeprefix("step_")) for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(steps) == [3, 6, 9]
 
 
 def test_what_does_not_change_the_numbers_may_change(start, finished, tmp_path):
@@ -320,29 +388,37 @@ def test_a_checkpoint_whose_removal_is_killed_is_never_taken_for_whole(start, fi
     check_same(finished, output_dir, step=6)
 
 
-def test_an_older_checkpoint_starts_another_run_but_not_in_the_same_directory(start, finished, tmp_path):
-    older = finished / "checkpoints" / "step_2"
-    with pytest.raises(ValueError, match=r"--resume \S*step_2: .*\(step_6, step_5, step_4, step_3\)"):
-        start(finished, max_steps=6, resume=str(older))
-    start(tmp_path / "other", max_steps=6, resume=str(older))
-    with pytest.raises(NoValidCheckpoint, match=r"--resume \S*step_99: "):
-        start(tmp_path / "another", max_steps=6, resume=str(older.with_name("step_99")))
-    tensors = [load_checkpoint(path / "checkpoints" / "step_6") for path in (finished, tmp_path / "other")]
-    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
-
-
-def test_another_run_is_never_written_into(start, finished, tmp_path):
+def test_another_run_is_written_into(start, finished, tmp_path):
     with pytest.raises(RunError, match=r"--output-dir \S*unfinished .*--resume none"):
         start(copy_until(finished, 2, tmp_path / "unfinished"), max_steps=6, resume="none")
     begun = copy_until(finished, 0, tmp_path / "begun")
     with pytest.raises(RunError, match=r"--output-dir \S*begun .*seed \(42 .* 7\)"):
         start(begun, max_steps=6, seed=7)
+    assert start(begun, max_steps=6)[0].startswith("starting from step 0")
+    check_same(finished, begun, step=6)
+
+
+def test_a_new_directory_in_the_place_of_the_runs_is_written_into(tmp_path, monkeypatch):
+    (run := tmp_path / "run").mkdir()
+    control, looks, told = RunControl(hang_timeout=60, max_seconds=None), iter(range(5)), []
+    control.files.own(run)
+    assert control.files.find_loss() is None
+    run.rename(tmp_path / "moved").with_name("run").mkdir()
+    monkeypatch.setattr("mini_trainer.distributed.watch.time.sleep", lambda seconds: next(looks))
+    monkeypatch.setattr(control.watch, "call", lambda report, cause: told.append(cause.message))
+    control.watch.watch_files()
+    assert len(told) == 1 and f"run was moved to {tmp_path / 'moved'} " in told[0]
+    os.close(control.files.descriptor)
 
 
 def test_a_checkpoint_of_any_name_is_taken_by_its_path_but_into_no_other_run(start, finished, tmp_path):
+    with pytest.raises(NoValidCheckpoint, match=r"--resume \S*step_99: "):
+        start(tmp_path / "other", max_steps=3, resume=str(finished / "checkpoints" / "step_99"))
     best = shutil.copytree(finished / "checkpoints" / "step_2", tmp_path / "best")
     messages = start(tmp_path / "other", max_steps=3, resume=str(best))
     assert messages[0].startswith(f"resuming from {best}: 2 steps")
+    tensors = [load_checkpoint(path / "checkpoints" / "step_3") for path in (finished, tmp_path / "other")]
+    assert all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
     with pytest.raises(ValueError, match=r"--resume \S*best: .*\(step_3\)"):
         start(tmp_path / "other", max_steps=6, resume=str(best))
     shutil.rmtree(tmp_path / "other" / "checkpoints")
@@ -356,19 +432,16 @@ def test_halves_that_a_killed_start_left_are_no_other_run_and_go(start, finished
     output_dir = tmp_path / "run"
     output_dir.mkdir()
     parts = (".training_params.json.host.12.part", ".trackers.json.host.12.part")
-    for name in (".training_params.json", ".exit.json.host.123", *parts):
+    for name in (".training_params.json", ".exit.json.host.123", "exit.json", *parts):
         (output_dir / name).write_text("{")
     start(output_dir, max_steps=6)
+    assert not (output_dir / "exit.json").exists()
     check_same(finished, output_dir, step=6)
     (output_dir / "hf_format" / ".removing_samples_8").mkdir()
+    (latest := output_dir / "hf_format" / "latest").unlink()
     start(output_dir, max_steps=6)
+    assert latest.resolve().name == "samples_48"
     assert [path.name for path in (output_dir / "hf_format").glob("*samples_*")] == ["samples_48"]
-
-
-def test_a_run_ended_before_its_first_checkpoint_starts_again(start, finished, tmp_path):
-    begun = copy_until(finished, 0, tmp_path / "begun")
-    assert start(begun, max_steps=6)[0].startswith("starting from step 0")
-    check_same(finished, begun, step=6)
 
 
 @pytest.mark.slow

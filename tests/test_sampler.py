@@ -19,6 +19,7 @@ from mini_trainer.distributed.world import RowPlace
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.options import DataOptions, EndOptions
 from mini_trainer.sampler import (
+    RunPosition,
     choose_batching,
     collect_garbage_between,
     count_steps,
@@ -75,6 +76,14 @@ def test_batches_do_not_depend_on_ranks_or_on_the_cap(data):
         ):
             assert (batch.sample_ids == expected.sample_ids).all()
             assert batch.num_loss_tokens == expected.num_loss_tokens
+
+
+def test_a_position_after_a_batch_counts_it_in_samples_and_all_its_tokens(data, samples):
+    position, tokens = RunPosition(), 0
+    for step, batch in enumerate(batches_of(data, num_steps=5), 1):
+        position = position.after(batch)
+        tokens += sum(len(samples[i][0]) for i in batch.sample_ids)
+        assert position == RunPosition(step, 12 * step, tokens, 12)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 16])

@@ -1,49 +1,18 @@
-"""The soak tells a killed run that ends as it should from another; and a part of what fault_table.py injects."""
+"""The soak tells a start from the newest checkpoint from others; and a part of what fault_table.py injects."""
 
 import dataclasses
-from collections import Counter
 
 import pytest
-import soak
 from fault_table import FAULTS, Run, Table, make_inputs, no_valid_checkpoint, suffer_all
 from in_process import train_forked
-from processes import ENV
 from soak import Layout, Soak, Tally
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 40
 
+def test_a_start_from_an_older_checkpoint_or_from_none_is_bad(tmp_path):
+    soaking = Soak(tmp_path, seed=1, starts="forked", layouts=[Layout(1, False)])
 
-@pytest.fixture
-def soaking(tmp_path, monkeypatch) -> Soak:
-    monkeypatch.setattr(soak, "NUM_STEPS", NUM_STEPS)
-    for name, value in ENV.items():
-        monkeypatch.setenv(name, value)
-    return Soak(tmp_path, seed=1, starts="forked", layouts=[Layout(1, False)])
-
-
-def run_once(soaking: Soak, number: int, *, num_kills: int) -> Counter[str]:
-    """What one more run, with at most so many kills, adds to the counts."""
-    before = soaking.total().counts
-    last = before["kills"] + num_kills
-    soaking.run_once(number, Layout(1, False), lambda: soaking.total().counts["kills"] < last)
-    return soaking.total().counts - before
-
-
-@pytest.mark.wide
-def test_only_a_run_that_is_the_undisturbed_one_is_passed(soaking):
-    counts = run_once(soaking, 0, num_kills=2)
-    assert counts["runs"] == 1 and counts["kills"] > 0 and counts["bad"] == counts["mismatches"] == 0, counts
-    right = soaking.references[1, "text"]
-    other_rows = [*right.rows[:-1], right.rows[-1] | dict(loss=right.rows[-1]["loss"] + 1e-9)]
-    soaking.references[1, "text"] = dataclasses.replace(right, rows=other_rows)
-    assert run_once(soaking, 1, num_kills=0)["mismatches"] == 1
-    soaking.references[1, "text"] = dataclasses.replace(right, files=dict.fromkeys(right.files, "another"))
-    assert run_once(soaking, 2, num_kills=0)["mismatches"] == 1
-
-
-def test_a_start_from_an_older_checkpoint_or_from_none_is_bad(soaking, tmp_path):
     class Said:
         log = tmp_path / "run.log"
 

@@ -14,9 +14,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import group_options
-from mini_trainer.options.tools import ProcessDataOptions
-from mini_trainer.process_data import process_data
 
 # What begins the next turn ends the last one, as in GLM 4.6 and GLM 4.7: a user's turn a text, a tool's result a call.
 ENDED_BY_THE_NEXT_TURN = (
@@ -167,6 +164,13 @@ def test_turns_that_are_not_trained_get_none(models, tmp_path, capsys):
     assert tokenizer.decode(sample["input_ids"]) == tokenizer.apply_chat_template(bare, tokenize=False)
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 0}
     assert "--missing-stop-token append" in capsys.readouterr().out
+    # Nor do answers that have one, and those before one that is not trained.
+    said = ANSWER | {"content": "42<|im_end|>"}
+    ((sample,), sidecar) = prepare(model, rows_of(ASK, said), tmp_path, missing_stop_token="append")
+    assert decode_trained(tokenizer, sample) == "42<|im_end|>" and sidecar["stop_tokens"]["appended"] == 0
+    rows = rows_of(ASK, ANSWER, ANSWER | {"train": False})
+    ((sample,), _) = prepare(models["ended by the next turn"], rows, tmp_path, missing_stop_token="append")
+    assert decode_trained(tokenizer, sample) == "42"
     # A weight is the stop token's, too.
     ((sample,), _) = prepare(model, rows_of(ASK, ANSWER | {"weight": 0.25}), tmp_path, missing_stop_token="append")
     assert sample["loss_weights"][-1] == 0.25 and sample["labels"][-1] == tokenizer.eos_token_id
@@ -198,13 +202,6 @@ def test_completions_and_documents_end_with_the_tokenizers_eos(models, tmp_path)
         assert sum(sample["labels"][1:].count(eos_token_id) for sample in samples) == len(rows)
 
 
-def test_random_tokens_are_not_looked_at(models, tmp_path):
-    given = dict(mock_data=4, block_size=8, output_file=str(tmp_path / "mock.jsonl"), num_proc=1, preview=0)
-    process_data(group_options(ProcessDataOptions, model_name_or_path=str(models["all"]), **given))
-    sidecar = json.loads((tmp_path / "mock.jsonl.meta.json").read_text())
-    assert sidecar["stop_tokens"] == {"rows_that_train_one": 0, "appended": 0}
-
-
 def test_options_without_effect_are_refused(models, tmp_path):
     for choice in ("allow", "append"):
         with pytest.raises(ValueError, match=f"^--missing-stop-token {choice} .*stop token"):
@@ -228,5 +225,9 @@ def test_rows_with_images(tmp_path):
     assert sidecar["stop_tokens"] == {"rows_that_train_one": 1, "appended": 1}
     assert decode_trained(tokenizer, sample) == "42\n<|im_end|>"  # the line break is what the template writes last
     assert len(TokenizedData(tmp_path / "out.jsonl").lengths) == 1
+    (tmp_path / "more").mkdir()
+    sources = tmp_path / "in.jsonl", write_jsonl(tmp_path / "more" / "in.jsonl", rows)
+    with pytest.raises(ValueError, match="--images: two input files have the same name"):
+        tokenize_rows(model, sources, tmp_path / "out.jsonl", missing_stop_token="append", **given)
     with pytest.raises(RefusedColumn, match=r"^in.jsonl:1: has 'rejected_response' \('41'\)"):
         prepare(model, [rows[0] | {"rejected_response": "41"}], tmp_path, **given)

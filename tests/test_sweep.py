@@ -23,9 +23,7 @@ from tiny_data import read_lines
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.command_line import parse_options
-from mini_trainer.options.tools import SweepOptions
 from mini_trainer.run.stages import Stage
-from mini_trainer.tools.sweep.__main__ import sweep
 from mini_trainer.tools.sweep.running import Pool, divide_devices
 from mini_trainer.tools.sweep.settings import SweepSettings, draw_trials, read_settings
 
@@ -348,9 +346,9 @@ def test_a_command_is_the_trial_with_all_its_options(given, tmp_path):
     for number, values in enumerate(draw_trials(settings)):
         *_, script = (words := shlex.split(describe_command(settings, number, values)))[:2]
         assert script.endswith("train.py")
-        options = settings.options_of(values) | {"output_dir": f"{settings.output_dir}/trial_{number}/run"}
-        assert parse_options(TrainOptions, words[2:]) == group_options(TrainOptions, **options)
-        assert options["export_best"] and not options["save_final_checkpoint"]
+        options = given["train"] | values | {"output_dir": f"{given['output_dir']}/trial_{number}/run"}
+        expected = group_options(TrainOptions, **options, save_final_checkpoint=False)
+        assert parse_options(TrainOptions, words[2:]) == expected
 
 
 def test_the_program_prints_commands_and_starts_nothing(given, tmp_path):
@@ -360,13 +358,6 @@ def test_the_program_prints_commands_and_starts_nothing(given, tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) == 4 and all(" -m mini_trainer train --nproc-per-node=2 " in line for line in lines)
     assert not (tmp_path / "sweep").exists()
-
-
-def test_a_missing_optuna_is_named(given, tmp_path, monkeypatch):
-    monkeypatch.setattr("mini_trainer.options.problems.finding.is_installed", lambda module: module != "optuna")
-    path = write_settings(given | {"search": "random", "num_trials": 2}, tmp_path)
-    with pytest.raises(ValueError, match="package optuna"):
-        sweep(SweepOptions(config_file=str(path)))
 
 
 def test_the_direction_of_a_metric_is_the_objectives(given):

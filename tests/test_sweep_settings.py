@@ -8,15 +8,8 @@ import yaml
 from processes import ROOT
 
 from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.tools.sweep.settings import (
-    Parameter,
-    SweepSettings,
-    check_trials,
-    describe_settings,
-    list_files,
-    list_grid,
-    read_settings,
-)
+from mini_trainer.tools.sweep import settings as sweeps
+from mini_trainer.tools.sweep.settings import Parameter, SweepSettings, check_trials, list_grid, read_settings
 
 TRAIN = dict(model_name_or_path="M", data_path="d.arrow", validation_data_path="v.arrow", max_steps=100)
 GIVEN = {"output_dir": "D", "train": TRAIN, "parameters": {"learning_rate": [1e-5, 1e-4]}}
@@ -78,11 +71,6 @@ def test_ranges_with_steps_have_a_grid(tmp_path):
     assert [share for _, share in grid[:3]] == pytest.approx([0.1, 0.2, 0.3])
 
 
-def test_trials_are_drawn_from_a_range_of_any_size(tmp_path):
-    settings = read(RANDOM | {"parameters": {"seed": {"low": 0, "high": 10**12}}}, tmp_path)
-    assert settings.parameters[0].count_values() == 10**12 + 1
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -91,13 +79,8 @@ def test_trials_are_drawn_from_a_range_of_any_size(tmp_path):
         (GIVEN | {"train": TRAIN | {"batch_size": "x"}}, "train: batch_size cannot be 'x'"),
         (GIVEN | {"train": TRAIN | {"max_time": "90"}}, "train: max_time: "),
         (GIVEN | {"train": TRAIN | {"preset": "tiny"}}, "train: preset: given 'tiny'"),
-        (GIVEN | {"train": TRAIN | {"preset": ["toy"]}}, "train: preset: given ['toy']"),
         (GIVEN | {"train": TRAIN | {"config": "gone.yaml"}}, "train: config: gone.yaml: "),
-        (GIVEN | {"train": TRAIN | {"config": None}}, "config: given None"),
-        (
-            RANDOM | {"parameters": {"seed": {"low": 1, "high": 10**9}}, "num_trials": 10**6},
-            "num_trials 1000000: must be from 1 to 10000",
-        ),
+        (RANDOM | {"parameters": {"seed": {"low": 1, "high": 10**12}}, "num_trials": 10**6}, "num_trials 1000000: "),
         (GIVEN | {"train": TRAIN | {"learning_rate": 1}}, "learning_rate: in train"),
         (GIVEN | {"parameters": {}}, "parameters: given {}"),
         (GIVEN | {"parameters": {"learning_rte": [1, 2]}}, "parameters: unknown option 'learning_rte'"),
@@ -106,20 +89,12 @@ def test_trials_are_drawn_from_a_range_of_any_size(tmp_path):
         (GIVEN | {"parameters": {"learning_rate": [1, "1.0"]}}, "learning_rate: given [1, '1.0']"),
         (GIVEN | {"parameters": {"optimizer": ["adamw", "adam"]}}, "parameters: optimizer cannot be 'adam'"),
         (GIVEN | {"parameters": {"seed": {"low": 1}}}, "seed: high: required"),
-        (
-            GIVEN | {"parameters": {"seed": {"low": 1, "high": 2, "by": 1}}},
-            "seed: unknown option 'by'; allowed: low, high, step, log",
-        ),
-        (GIVEN | {"parameters": {"optimizer": {"low": 1, "high": 2}}}, "optimizer cannot be 1"),
-        (GIVEN | {"parameters": {"output": {"low": 1, "high": 2}}}, "unknown option 'output'"),
-        (GIVEN | {"parameters": {"model_revision": {"low": 1, "high": 2}}}, "model_revision: "),
+        (GIVEN | {"parameters": {"seed": {"low": 1, "high": 2, "by": 1}}}, "seed: unknown option 'by'; allowed: low, "),
         (GIVEN | {"parameters": {"seed": {"low": 0, "high": 2, "log": True}}}, "log: true"),
         (GIVEN | {"parameters": {"seed": {"low": 0, "high": 2, "step": 5}}}, "step: given 5"),
         (GIVEN | {"parameters": {"learning_rate": {"low": 0, "high": 1}}}, "learning_rate: a range"),
         (GIVEN | {"num_trials": 3}, "num_trials has no effect with search grid, only with random"),
         (RANDOM, "num_trials: given 3, allowed: at most 2"),
-        (GIVEN | {"seed": 1}, "seed has no"),
-        (GIVEN | {"num_processes": 0}, "num_processes 0: must be at least 1"),
         (GIVEN | {"search": "halving"}, "search cannot be 'halving', allowed: grid, random"),
     ],
 )
@@ -158,13 +133,13 @@ def test_missing_options_and_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="train: model_name_or_path: required"):
         check_trials(settings, list(list_grid(settings)))
     with pytest.raises(ValueError, match=r"data_path: d\.arrow .*\n  validation_data_path: v\.arrow "):
-        list_files(settings, [{}])
+        sweeps.list_files(settings, [{}])
 
 
 def test_what_decides_results_is_recorded(tmp_path):
     settings = read(GIVEN | {"num_processes": 2, "num_parallel": 3}, tmp_path)
     again = read(GIVEN | {"output_dir": "E"}, tmp_path)
-    assert describe_settings(settings) == describe_settings(again)
+    assert sweeps.describe_settings(settings) == sweeps.describe_settings(again)
     other = read(GIVEN | {"train": TRAIN | {"batch_size": 4}}, tmp_path)
-    assert describe_settings(settings) != describe_settings(other)
+    assert sweeps.describe_settings(settings) != sweeps.describe_settings(other)
     assert group_options(TrainOptions, output_dir="D", **settings.options_of({})).data.data_path == ("d.arrow",)

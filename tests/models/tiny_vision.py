@@ -35,6 +35,15 @@ QWEN_IMAGES = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=4, t
 QWEN_VISION = dict(depth=2, hidden_size=32, num_heads=2, patch_size=4)
 TILES = [[16, 32], [32, 16], [32, 32]]
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
+QWEN3 = dict(head_dim=8, rope_parameters=MROPE | dict(mrope_interleaved=True))
+QWEN3_VISION = dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16)
+DEEPSTACK = dict(deepstack_visual_indexes=[0])
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+HYBRID = dict(
+    head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2,
+    linear_key_head_dim=8, linear_value_head_dim=8,
+    rope_parameters=MROPE | dict(mrope_interleaved=True, partial_rotary_factor=0.5),
+)  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for part in m['content'] %}{% if part['type'] == 'image' %}PLACE{% else %}{{ part['text'] }}{% endif %}"
@@ -94,6 +103,39 @@ def glm(model_type: str, name: str) -> Family:
     )  # fmt: skip
 
 
+def llava(model_type: str, images: str, **config: Any) -> Family:
+    tiles = {name: value for name, value in config.items() if name == "image_grid_pinpoints"}
+    return Family(
+        model_type, ("<image>",),
+        dict(image_processor_type=f"{images}ImageProcessor", size=dict(shortest_edge=16),
+             crop_size=dict(height=16, width=16), **tiles),
+        dict(processor_class="LlavaNextProcessor" if tiles else "LlavaProcessor", patch_size=4,
+             vision_feature_select_strategy="default", num_additional_image_tokens=1),
+        dict(text_config=make_text(), vision_config=make_clip(), image_token_index="<image>", **config),
+    )  # fmt: skip
+
+
+def pixtral(model_type: str, processor: dict[str, Any], **config: Any) -> Family:
+    return Family(
+        model_type, ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        dict(image_processor_type="PixtralImageProcessor", patch_size=4, size=dict(longest_edge=24)),
+        dict(processor_class="PixtralProcessor", patch_size=4, **processor),
+        dict(text_config=make_text(model_type="mistral"), image_token_index="[IMG]", **config,
+             vision_config=VISION | dict(model_type="pixtral", image_size=32, patch_size=4)),
+    )  # fmt: skip
+
+
+def idefics(model_type: str, name: str) -> Family:
+    return Family(
+        model_type, ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"),
+        dict(image_processor_type=f"{name}ImageProcessor", size=dict(longest_edge=32),
+             max_image_size=dict(longest_edge=16)),
+        dict(processor_class=f"{name}Processor", image_seq_len=4),
+        dict(text_config=make_text(), vision_config=VISION | dict(patch_size=4), image_token_id="<image>",
+             scale_factor=2),
+    )  # fmt: skip
+
+
 def gemma4(**changes: Any) -> Family:
     text = dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"])
     vision = VISION | dict(
@@ -115,56 +157,16 @@ VISION_MODELS = {
                      dict(embed_dim=32, mlp_ratio=2)),
     "qwen2.5-vl": qwen("qwen2_5_vl", "Qwen2_5_VLProcessor", dict(rope_parameters=MROPE),
                        dict(intermediate_size=48, out_hidden_size=32, fullatt_block_indexes=[1], window_size=16)),
-    "qwen3-vl": qwen("qwen3_vl", "Qwen3VLProcessor",
-                     dict(head_dim=8, rope_parameters=MROPE | dict(mrope_interleaved=True)),
-                     dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16,
-                          deepstack_visual_indexes=[0])),
-    "qwen3-vl-moe": qwen("qwen3_vl_moe", "Qwen3VLProcessor",
-                         dict(head_dim=8, rope_parameters=MROPE | dict(mrope_interleaved=True), num_experts=4,
-                              num_experts_per_tok=2, moe_intermediate_size=16),
-                         dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16,
-                              deepstack_visual_indexes=[0])),
-    "qwen3.5": qwen("qwen3_5", "Qwen3VLProcessor",
-                    dict(head_dim=16, layer_types=["linear_attention", "full_attention"],
-                         linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
-                         linear_value_head_dim=8,
-                         rope_parameters=MROPE | dict(mrope_interleaved=True, partial_rotary_factor=0.5)),
-                    dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16)),
+    "qwen3-vl": qwen("qwen3_vl", "Qwen3VLProcessor", QWEN3, QWEN3_VISION | DEEPSTACK),
+    "qwen3-vl-moe": qwen("qwen3_vl_moe", "Qwen3VLProcessor", QWEN3 | EXPERTS, QWEN3_VISION | DEEPSTACK),
+    "qwen3.5": qwen("qwen3_5", "Qwen3VLProcessor", HYBRID, QWEN3_VISION),
     "qwen3.5-moe": qwen("qwen3_5_moe", "Qwen3VLProcessor",
-                        dict(head_dim=16, layer_types=["linear_attention", "full_attention"],
-                             linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
-                             linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-                             shared_expert_intermediate_size=16,
-                             rope_parameters=MROPE | dict(mrope_interleaved=True, partial_rotary_factor=0.5)),
-                        dict(intermediate_size=48, out_hidden_size=32, num_position_embeddings=16)),
+                        HYBRID | EXPERTS | dict(shared_expert_intermediate_size=16), QWEN3_VISION),
     "glm-4v": glm("glm4v", "Glm4v"),
     "glm-4.6v": glm("glm46v", "Glm46V"),
-    "llava": Family(
-        "llava", ("<image>",),
-        dict(image_processor_type="LlavaImageProcessor", size=dict(shortest_edge=16),
-             crop_size=dict(height=16, width=16)),
-        dict(processor_class="LlavaProcessor", patch_size=4, vision_feature_select_strategy="default",
-             num_additional_image_tokens=1),
-        dict(text_config=make_text(), vision_config=make_clip(), image_token_index="<image>"),
-    ),
-    "vip-llava": Family(
-        "vipllava", ("<image>",),
-        dict(image_processor_type="CLIPImageProcessor", size=dict(shortest_edge=16),
-             crop_size=dict(height=16, width=16)),
-        dict(processor_class="LlavaProcessor", patch_size=4, vision_feature_select_strategy="default",
-             num_additional_image_tokens=1),
-        dict(text_config=make_text(), vision_config=make_clip(), image_token_index="<image>",
-             vision_feature_layers=[-2, -1]),
-    ),
-    "llava-next": Family(
-        "llava_next", ("<image>",),
-        dict(image_processor_type="LlavaNextImageProcessor", size=dict(shortest_edge=16),
-             crop_size=dict(height=16, width=16), image_grid_pinpoints=TILES),
-        dict(processor_class="LlavaNextProcessor", patch_size=4, vision_feature_select_strategy="default",
-             num_additional_image_tokens=1),
-        dict(text_config=make_text(), vision_config=make_clip(), image_token_index="<image>",
-             image_grid_pinpoints=TILES),
-    ),
+    "llava": llava("llava", "Llava"),
+    "vip-llava": llava("vipllava", "CLIP", vision_feature_layers=[-2, -1]),
+    "llava-next": llava("llava_next", "LlavaNext", image_grid_pinpoints=TILES),
     "llava-onevision": Family(
         "llava_onevision", ("<image>", "<video>"),
         dict(image_processor_type="LlavaOnevisionImageProcessor", size=dict(height=16, width=16),
@@ -182,21 +184,8 @@ VISION_MODELS = {
         named=dict(start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>",
                    video_token="<video>"),
     ),
-    "mistral3": Family(
-        "mistral3", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-        dict(image_processor_type="PixtralImageProcessor", patch_size=4, size=dict(longest_edge=24)),
-        dict(processor_class="PixtralProcessor", patch_size=4, spatial_merge_size=2),
-        dict(text_config=make_text(model_type="mistral"), image_token_index="[IMG]",
-             vision_config=VISION | dict(model_type="pixtral", image_size=32, patch_size=4)),
-    ),
-    "pixtral": Family(
-        "llava", ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-        dict(image_processor_type="PixtralImageProcessor", patch_size=4, size=dict(longest_edge=24)),
-        dict(processor_class="PixtralProcessor", patch_size=4),
-        dict(text_config=make_text(model_type="mistral"), image_token_index="[IMG]", vision_feature_layer=-1,
-             vision_feature_select_strategy="full",
-             vision_config=VISION | dict(model_type="pixtral", image_size=32, patch_size=4)),
-    ),
+    "mistral3": pixtral("mistral3", dict(spatial_merge_size=2)),
+    "pixtral": pixtral("llava", {}, vision_feature_layer=-1, vision_feature_select_strategy="full"),
     "idefics2": Family(
         "idefics2", ("<image>", "<fake_token_around_image>", "<end_of_utterance>"),
         dict(image_processor_type="Idefics2ImageProcessor", size=dict(shortest_edge=12, longest_edge=16)),
@@ -206,22 +195,8 @@ VISION_MODELS = {
                                    resampler_head_dim=16, num_key_value_heads=1),
              image_token_id="<image>"),
     ),
-    "idefics3": Family(
-        "idefics3", ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"),
-        dict(image_processor_type="Idefics3ImageProcessor", size=dict(longest_edge=32),
-             max_image_size=dict(longest_edge=16)),
-        dict(processor_class="Idefics3Processor", image_seq_len=4),
-        dict(text_config=make_text(), vision_config=VISION | dict(patch_size=4), image_token_id="<image>",
-             scale_factor=2),
-    ),
-    "smolvlm": Family(
-        "smolvlm", ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"),
-        dict(image_processor_type="SmolVLMImageProcessor", size=dict(longest_edge=32),
-             max_image_size=dict(longest_edge=16)),
-        dict(processor_class="SmolVLMProcessor", image_seq_len=4),
-        dict(text_config=make_text(), vision_config=VISION | dict(patch_size=4), image_token_id="<image>",
-             scale_factor=2),
-    ),
+    "idefics3": idefics("idefics3", "Idefics3"),
+    "smolvlm": idefics("smolvlm", "SmolVLM"),
     "gemma3": Family(
         "gemma3", ("<img>", "<boi>", "<eoi>"),
         dict(image_processor_type="Gemma3ImageProcessor", size=dict(height=16, width=16)),

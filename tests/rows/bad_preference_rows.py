@@ -22,10 +22,7 @@ BAD_PAIRS = [
     (PAIR | {"chosen_response": GOOD}, "has both 'chosen' and 'chosen_response'"),
     ({"chosen": [*ASKED, say(GOOD)], "rejected": [{"role": "user", "content": "other"}, say(BAD)]}, "in common"),
     ({"chosen": [*ASKED, say(GOOD)], "rejected": ASKED}, "the rejected side has nothing"),
-    (
-        {"chosen": [*ASKED, say(GOOD)], "rejected": [*ASKED, {"role": "user", "content": "x"}]},
-        "the rejected side has the role 'user'",
-    ),
+    ({"chosen": [*ASKED, say(GOOD)], "rejected": [*ASKED, *ASKED]}, "the rejected side has the role 'user'"),
     (PAIR | {"chosen": [say(GOOD) | {"train": False}]}, "chosen: no token is trained"),
     (PAIR | {"chosen": [say(GOOD) | {"weight": 0.5}]}, "weighted as a whole"),
     (PAIR | {"margin": -1}, "'margin' is -1, allowed: numbers from 0"),

@@ -279,8 +279,12 @@ def find_prompt_trained(
     return faults
 
 
-def list_trained_texts(masked: TokenizedChat, masker: ChatMasker) -> list[str]:
-    """The trained stretches, decoded: the bounds are where labels begin and end."""
+def list_trained(masked: TokenizedChat) -> list[list[int]]:
+    """The trained stretches: the bounds are where labels begin and end."""
     flags = [False, *(label != IGNORED for label in masked.labels), False]
     edges = [k for k, (a, b) in enumerate(pairwise(flags)) if a != b]
-    return [masker.tokenizer.decode(masked.input_ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [masked.input_ids[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def list_trained_texts(masked: TokenizedChat, masker: ChatMasker) -> list[str]:
+    return list(map(masker.tokenizer.decode, list_trained(masked)))

@@ -46,10 +46,10 @@ HARNESS_ROWS = [
 ]
 
 
-def write_task(folder: Path, *, name: str, file: str, delimiter: str = " ", rows: list[dict] = HARNESS_ROWS) -> Path:
+def write_task(folder: Path, *, name: str, file: str, rows: list[dict] = HARNESS_ROWS) -> Path:
     """A multiple-choice task of EleutherAI's harness and its rows; the file to name."""
     folder.mkdir(exist_ok=True)
     write_jsonl(folder / "rows.jsonl", rows)
     (folder / "common.yml").write_text(HARNESS_TASK.format(rows=folder / "rows.jsonl"))
-    (folder / file).write_text(f"task: {name}\ninclude: common.yml\ntarget_delimiter: '{delimiter}'\n")
+    (folder / file).write_text(f"task: {name}\ninclude: common.yml\n")
     return folder / file

@@ -47,7 +47,7 @@ def find_decayed(model: nn.Module) -> set[str]:
 
 def is_decayed(module: nn.Module, key: str, param: nn.Parameter) -> bool:
     """Whether weight decay applies to the parameter that `module` itself holds as `key`."""
-    if param.ndim < 2 or key.endswith("bias"):
+    if param.ndim < 2:
         return False
     if isinstance(module, MATRICES):
         return True
