@@ -1,5 +1,7 @@
-"""FLOPs of a step: those of each sequence by itself, forward and backward, or forward where it is only read ahead."""
+"""FLOPs of a step, of each sequence by itself, forward and backward, or forward where it is only read ahead; its
+metrics over all ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +15,17 @@ from transformers import AutoModelForCausalLM
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import RowSequences, TokenizedData
 from mini_trainer.model.flops import FlopCount, count_flops
+from mini_trainer.model.optim.optimizers import StepSums
 from mini_trainer.objectives.kto import Feedback
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.preferences import Preferences
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
+from mini_trainer.run.metrics import StepMeter
 from mini_trainer.run.plan.memory import count_row_tokens
+from mini_trainer.run.step import describe_bad_step
+from mini_trainer.sampler import Batch, RunPosition
 
 # Two layers, of which one has a window shorter than the sequences.
 FLOPS = FlopCount(600.0, 90.0, (12.0, 24.0), (None, 5), forward_per_token=200.0, forward_per_loss_token=30.0)
@@ -80,6 +86,27 @@ def test_a_forward_pass_takes_what_torch_counts(trains, model):
     flops, lengths = count_flops(loaded), np.array([num_tokens])
     causal = flops.of_attention(lengths) / 3  # half of the square that torch counts
     assert flops.of_forward(lengths, num_tokens) + causal == counted.get_total_flops()
+
+
+def test_metrics_of_a_step_are_those_of_all_ranks_data_sets_and_layers(model, tmp_path):
+    """Two micro-batches on two ranks, of which only one had something to do in the second."""
+    data, rows = make_data(model, tmp_path), np.array([0, 4, 5])  # 20, 31 and 31 tokens
+    lengths = np.array([20, 31, 31])
+    batch = Batch(1, rows, lengths, 79, dict(targets=79, tokens=82), [[[0], [1]], [[2], []]], [], data)
+    loads = np.array([[3.0, 1.0], [4.0, 0.0]])
+    reports = dict(source_losses=np.array([38.0, 120.0]), router_loss=np.array(41.0), expert_loads=loads)
+    sums = StepSums(158.0, 1.0, 2e9, 0.5, [(0, 1)], 0, reports)
+    flops = FlopCount(600.0, 0.0, (), (), 200.0, 0.0)
+    meter = StepMeter(8, 40, flops, 1000.0, CausalLM())
+    found = meter.measure(batch, sums, RunPosition(2, 6, 999, 3), lr=0.1, seconds=1.5)
+    assert (found["loss"], found["epoch"], found["mfu"]) == (2.0, 0.75, 82 * 600 / 2 / 2000)
+    assert found["rank_balance"] == (25.5 + 15.5) / (31 + 31) and found["packing_efficiency"] == 82 / (2 * 2 * 40)
+    assert (found["router_aux_loss"], found["expert_balance"]) == (0.5, (2 + 2) / (3 + 4))
+    assert [(own["loss"], own["num_samples"]) for own in found["sources"].values()] == [(2.0, 1), (2.0, 2)]
+    assert describe_bad_step(batch, sums).endswith("Rows of " + data.name_rows([4]) + " (rank 1)")
+    shared = replace(batch, num_sharing=2)  # four ranks, of which the last two share the second's row
+    said = describe_bad_step(shared, replace(sums, bad_micro_batches=[(0, 2)]))
+    assert said.endswith(f"Rows of {data.name_rows([4])} (rank 2)")
 
 
 def test_sequences_of_some_rows_are_those_of_each_row():

@@ -273,6 +273,27 @@ def test_the_gradient_that_is_clipped_is_the_one_that_is_applied(shape, world, t
     assert layer.coefficients.grad.full_tensor().norm().item() == pytest.approx(allowed.norm().item(), rel=1e-5)
 
 
+def test_the_norm_that_a_step_clips_by_is_of_what_it_applies(world, tmp_path):
+    """In a run, by transformers' gradients of the whole batch; all but the blocks' matrices are frozen."""
+    path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
+    samples = make_samples(4, vocab_size=VOCAB_SIZE)
+    data = write_samples(tmp_path / "data.arrow", samples)
+    train_here(
+        world, model_name_or_path=str(path), data_path=str(data), output_dir=str(tmp_path / "run"), batch_size=4,
+        max_tokens_per_gpu=512, max_steps=1, osft=True, osft_unfreeze_rank_ratio=0.25, osft_cache_dir=str(tmp_path),
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(path)
+    num_targets = sum(label != -100 for _, labels in samples for label in labels[1:])
+    for ids, labels in samples:
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+        losses = nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
+        (losses / num_targets).backward()
+    matrices = [param for name, param in model.named_parameters() if ".layers." in name and param.ndim == 2]
+    norms = torch.stack([free_part(param.grad, param.detach(), 0.25).norm() for param in matrices])
+    (row,) = read_lines(tmp_path / "run" / "training_metrics_0.jsonl")
+    assert row["grad_norm"] == pytest.approx(norms.norm().item(), rel=1e-4)
+
+
 # -- whole models ------------------------------------------------------------------------------------------------------
 
 SAMPLES = [(np.array(ids), np.array(labels), None) for ids, labels in make_samples(6, vocab_size=VOCAB_SIZE)]

@@ -326,8 +326,8 @@ def test_ktos_point_of_reference_is_that_of_the_global_batch(swapped, models, wo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
-    [(1, dict(max_tokens_per_gpu=1024)), long(2, {}), wide(4, {}), wide(2, dict(context_parallel=2))],
-    ids=["cap", "2 ranks", "4 ranks", "context parallel"],
+    [(2, dict(max_tokens_per_gpu=1024)), wide(4, {}), wide(2, dict(context_parallel=2))],
+    ids=["2 ranks, cap", "4 ranks", "context parallel"],
 )
 def test_kto_is_the_same_on_any_ranks(num_ranks, changes, models, world, tmp_path):
     for root, ranks, own in (("one", 1, {}), ("other", num_ranks, changes)):

@@ -519,7 +519,7 @@ def make_lines(steps: Iterable[int]) -> list[bytes]:
 )
 def test_metrics_files_keep_what_parses(damaged, tmp_path, caplog):
     lines, path = make_lines(range(1, 10)), tmp_path / METRICS[0]
-    path.write_bytes(b"".join([*lines[:2], damaged, *lines[3:6], lines[0], *lines[6:], lines[0][:9]]))
+    path.write_bytes(b"".join([*lines[:2], damaged, *lines[3:6], lines[5], *lines[6:], lines[0][:9]]))
     with caplog.at_level("WARNING", logger="mini_trainer"):
         MetricsFile(tmp_path, first_step=8, num_validations=0).close()
     assert path.read_bytes() == b"".join([*lines[:2], *lines[3:8]])

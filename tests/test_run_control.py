@@ -31,7 +31,9 @@ from mini_trainer.distributed.ending import (
 from mini_trainer.distributed.hang import Peer, describe_hang, is_hanging
 from mini_trainer.distributed.lock import RunLock, read_boot_id, write_exit_file
 from mini_trainer.distributed.process import may_be_launcher
-from mini_trainer.options import parse_duration
+from mini_trainer.options import TrainOptions, group_options, parse_duration
+from mini_trainer.run.due import Calendar
+from mini_trainer.sampler import RunPosition
 
 pytestmark = pytest.mark.slow
 SECRET = "hunter2-hunter2"
@@ -403,6 +405,27 @@ def test_reasons_to_stop():
     assert stop_reason(Flag.SIGUSR1 | Flag.CHECKPOINT_DUE) == (ExitCode.SAVED_AND_REQUEUE, "SIGUSR1")
     assert stop_reason(STOPS ^ Flag.CALLBACK_FAILED)[0] == stop_reason(BY_USER)[0] == ExitCode.STOPPED_BY_USER
     assert stop_reason(STOPS)[0] == ExitCode.FAILED  # an error is not to be taken for a stop that was asked for
+
+
+def test_what_is_due_after_a_step():
+    """An epoch of 10 samples in batches of 4, validated and exported at its end, and a checkpoint every 4 steps."""
+    given = dict(model_name_or_path="m", output_dir="o", validation_data_path=("v",), validate_at_epoch=True)
+    given |= dict(checkpoint_at_epoch=True, save_final_checkpoint=True)
+
+    def find_due(step: int, flags: int = 0, *, every: int | None = 4) -> tuple[str, ExitCode | None]:
+        options = group_options(TrainOptions, **given, checkpoint_every_steps=every)
+        calendar = Calendar(options.validation, options.checkpoints, options.exports, 10)
+        due = calendar.find_due(RunPosition(step, 4 * step, 99, 4), num_steps=6, flags=flags)
+        names = [name for name in ("validation", "checkpoint", "export", "is_last") if getattr(due, name)]
+        return " ".join(names), due.stop and due.stop[0]
+
+    expected = ["", "", "validation export", "checkpoint", "validation export", "validation checkpoint export is_last"]
+    assert [find_due(step) for step in range(1, 7)] == [(names, None) for names in expected]
+    assert find_due(1, Flag.SIGTERM) == ("checkpoint is_last", ExitCode.SAVED_AND_REQUEUE)
+    assert find_due(1, Flag.CHECKPOINT_DUE | Flag.EXPORT_DUE) == ("checkpoint export", None)
+    # A stop that the last step makes needless: the run is done.
+    assert find_due(6, Flag.SIGTERM) == find_due(6)
+    assert find_due(6, STOPS, every=None) == ("validation export is_last", None)
 
 
 def make_cause(rank: int, message: str, *, died: bool = False) -> Cause:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.start import open_inputs
+from mini_trainer.run.validation import Progress
 from mini_trainer.sampler import RunPosition
 
 STEPS, SIZES = 6, dict(held_out=13, other=5)
@@ -126,19 +127,25 @@ def test_the_best_export_is_the_lowest_point_of_the_curve(run):
     assert "validation.json" in (export_dir / "manifest.json").read_text()
 
 
-@pytest.mark.long
-def test_enough_is_the_end_and_a_kill_changes_nothing(inputs, world, tmp_path, caplog):
-    """--early-stopping-patience, uninterrupted and from checkpoints before and after its end."""
-    options = inputs | dict(validate_every_steps=1, early_stopping_patience=3, max_steps=50, validate_at_epoch=True)
-    whole = tmp_path / "whole"
+def test_the_best_and_what_does_not_improve_on_it():
+    """By more than 0.1, after a step, and a number: NaN is none."""
+    progress = Progress(data="d")
+    for step, loss in enumerate((1.0, math.nan, 2.0, 1.95, 1.8, 1.75)):
+        progress = progress.after(loss, step=step, more_is_better=False, least=0.1)
+    assert (progress.best_step, progress.best_value, progress.num_worse, progress.num_validations) == (4, 1.8, 1, 6)
+    assert progress.after(1.95, step=6, more_is_better=True, least=0.1).best_step == 6
+
+
+def test_enough_is_the_end_and_a_kill_changes_nothing(inputs, world, tmp_path):
+    """--early-stopping-patience where nothing is learned, uninterrupted and from checkpoints before and at its end."""
+    options = inputs | dict(validate_every_steps=1, early_stopping_patience=2, max_steps=50, learning_rate=0.0)
+    whole, last = tmp_path / "whole", 3
     train_here(world, **options, output_dir=str(whole))
     rows = read_validation(whole)
-    best = min(rows[1:], key=lambda row: row["loss"])["step"]
-    last = rows[-1]["step"]
-    assert last == best + 3 < 50 and [row["step"] for row in read_rows(whole)][-1] == last
+    assert [row["step"] for row in read_rows(whole)] == [row["step"] for row in rows[1:]] == [1, 2, 3]
     assert (whole / "hf_format" / f"samples_{8 * last}").exists()
     assert json.loads((whole / "training_params.json").read_text())["finished"]
-    for kept in (best + 1, last):
+    for kept in (2, last):
         again = Path(shutil.copytree(whole, tmp_path / f"from_{kept}"))
         for path in (again / "checkpoints").iterdir():
             if int(path.name.removeprefix("step_")) > kept:
