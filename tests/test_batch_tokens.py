@@ -19,7 +19,6 @@ from mini_trainer import sampler
 from mini_trainer.data.tokenized import by_row
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.ending import Flag
 from mini_trainer.options import DataOptions, EndOptions, TrainOptions, group_options
 from mini_trainer.run.due import Calendar
 from mini_trainer.run.plan.planner import list_export_steps
@@ -300,11 +299,3 @@ def test_thresholds_are_crossed_by_the_samples_of_the_last_step():
     for num_samples, num_in_step, is_due in ((10, 1, True), (13, 3, False), (13, 4, True), (19, 9, False)):
         position = RunPosition(4, num_samples, 99, num_in_step)
         assert calendar.find_due(position, num_steps=None).export == is_due
-
-
-def test_a_stop_that_the_last_step_hears_of_is_no_stop():
-    options = group_options(TrainOptions, output_dir="run", model_name_or_path="m")
-    calendar = Calendar(options.validation, options.checkpoints, options.exports, NUM_SAMPLES)
-    for step, is_stopped in ((3, True), (4, False)):
-        due = calendar.find_due(RunPosition(step, 40, 99, 10), num_steps=4, flags=int(Flag.STOP_FILE))
-        assert (due.stop is not None, due.is_last) == (is_stopped, True)

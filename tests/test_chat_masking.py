@@ -110,7 +110,7 @@ def test_of_several_tokens_the_first_that_ends_generation_ends_a_turn(base_token
 
 
 def test_a_stop_token_that_takes_the_line_break_after_it_ends_a_turn(base_tokenizer):
-    """As in Phi 3."""
+    """Phi 3's tokens are of this kind."""
     tokenizer = copy.deepcopy(base_tokenizer)
     tokenizer.add_tokens([AddedToken("<|end|>", special=True, normalized=False, rstrip=True)])
     masker = with_template(tokenizer, CHATML_TEMPLATE.replace("<|im_end|>", "<|end|>"))

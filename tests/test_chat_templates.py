@@ -92,10 +92,11 @@ class Family:
 
 def plain(
     stop: str, *, before: str = "", after: str = "", trims: bool = False, last: tuple[str, str] | None = None,
-    call: str | None = None, **others,
+    call: str | None = None, thoughts: list[str] | None = None, **others,
 ) -> dict:  # fmt: skip
     """What is trained where the template writes contents as they are, or trimmed, and nothing else. `last`: the text
-    before and after a conversation's last turn if that differs; `call`: the trained call if tools are written."""
+    before and after a conversation's last turn if that differs; `call`: the trained call if tools are written;
+    `thoughts`: what is trained of reasoning, whether it has a key or tags, if it is written."""
     around = before, after + stop
 
     def turns(*contents: str, is_last: bool = True) -> list[str]:
@@ -107,8 +108,8 @@ def plain(
         "several": turns("Five.", "Six."),
         "system": turns("Five.", "Six."),
         "spaces": turns("Five." if trims else " \n Five. \n"),
-        "reasoning": turns("Five.", "Six."),
-        "<think>": turns(COUNT, MORE),
+        "reasoning": turns("Five.", "Six.") if thoughts is None else thoughts,
+        "<think>": turns(COUNT, MORE) if thoughts is None else thoughts,
         "tools": NOT_KNOWN["tools"] if call is None else [call, *turns("Five.", "Six.")],
         "consecutive": turns("Five.", "Six."),
         "user last": turns("Five.", is_last=False),
@@ -156,46 +157,37 @@ OSS = {"eos": "<|return|>", "stops": ("<|return|>", "<|endoftext|>", "<|call|>")
 
 QWEN3_EMPTY = "<think>\n\n</think>\n\n"
 QWEN3 = plain(
-    IM_END, last=(QWEN3_EMPTY, IM_END), call=QWEN_CALL, reasoning=[f"Five.{IM_END}", MORE + IM_END]
-) | {"<think>": [f"Five.{IM_END}", MORE + IM_END]}  # fmt: skip
+    IM_END, last=(QWEN3_EMPTY, IM_END), call=QWEN_CALL, thoughts=[f"Five.{IM_END}", MORE + IM_END]
+)  # fmt: skip
 MORE_AFTER_OPENING = f"\nMore.\n</think>\n\nSix.{IM_END}"
-QWEN3_OFF = plain(IM_END, reasoning=[f"Five.{IM_END}", MORE_AFTER_OPENING], call=QWEN_CALL)
-QWEN3_OFF["<think>"] = QWEN3_OFF["reasoning"]
+QWEN3_OFF = plain(IM_END, thoughts=[f"Five.{IM_END}", MORE_AFTER_OPENING], call=QWEN_CALL)
 QWEN35_EMPTY = "\n</think>\n\n"  # the prompt has opened the block
 QWEN35 = plain(
     IM_END, last=(QWEN35_EMPTY, IM_END), trims=True,
-    reasoning=[f"Five.{IM_END}", f"More.\n</think>\n\nSix.{IM_END}"],
+    thoughts=[f"Five.{IM_END}", f"More.\n</think>\n\nSix.{IM_END}"],
     call=f"{XML_CALL}{IM_END}", consecutive=[f"{QWEN35_EMPTY}Five.{IM_END}", f"{QWEN35_EMPTY}Six.{IM_END}"],
 )  # fmt: skip
-QWEN35["<think>"] = QWEN35["reasoning"]
 NANO = plain(
     IM_END, before="</think>", spaces=[f"</think> \n Five.{IM_END}"],
-    reasoning=[f"</think>\nFive.{IM_END}", f"More.\n</think>\nSix.{IM_END}"],
+    thoughts=[f"</think>\nFive.{IM_END}", f"More.\n</think>\nSix.{IM_END}"],
     call=f"</think>\n{XML_CALL}\n{IM_END}",
 )  # fmt: skip
-NANO["<think>"] = NANO["reasoning"]
 GLM_FIVE, GLM_SIX = "\n<think></think>\nFive.", "\n<think></think>\nSix."
 GLM_MOE = plain(  # the last turn has no stop token: the next turn's role is the stop token
     "<|user|>", before="\n<think></think>\n", last=("\n<think></think>\n", ""), trims=True,
-    reasoning=[f"{GLM_FIVE}<|user|>", "\n<think>More.</think>\nSix."], call=GLM_CALL,
+    thoughts=[f"{GLM_FIVE}<|user|>", "\n<think>More.</think>\nSix."], call=GLM_CALL,
     consecutive=[GLM_FIVE, GLM_SIX],
 )  # fmt: skip
-GLM_MOE["<think>"] = GLM_MOE["reasoning"]
 GLM_MARKED = plain("<|user|>", before="\n<think></think>\n", trims=True, call=GLM_CALL,
-                   reasoning=[f"{GLM_FIVE}<|user|>", "\n<think>More.</think>\nSix.<|user|>"])  # fmt: skip
-GLM_MARKED["<think>"] = GLM_MARKED["reasoning"]
+                   thoughts=[f"{GLM_FIVE}<|user|>", "\n<think>More.</think>\nSix.<|user|>"])  # fmt: skip
 GLM_9B = plain("<|user|>", last=("", ""), consecutive=["Five.", "Six."])
 OSS_FIVE, OSS_SIX = f"{FINAL}Five.{END}", f"{FINAL}Six.<|return|>"
 GPT_OSS = plain(
     END, before=FINAL, last=(FINAL, "<|return|>"), call=OSS_CALL,
-    reasoning=[OSS_FIVE, f"{ANALYSIS}More.{END}<|start|>assistant{OSS_SIX}"],
+    thoughts=[OSS_FIVE, f"{ANALYSIS}More.{END}<|start|>assistant{OSS_SIX}"],
 )  # fmt: skip
-GPT_OSS["<think>"] = GPT_OSS["reasoning"]
 LFM_CALL = f"<|tool_call_start|>[add(terms='2, 3', n=2)]<|tool_call_end|>{IM_END}"
-QWEN3_MARKED = plain(
-    IM_END, before=QWEN3_EMPTY, call=QWEN3_EMPTY + QWEN_CALL, reasoning=[COUNT + IM_END, MORE + IM_END]
-)
-QWEN3_MARKED["<think>"] = QWEN3_MARKED["reasoning"]
+QWEN3_MARKED = plain(IM_END, before=QWEN3_EMPTY, call=QWEN3_EMPTY + QWEN_CALL, thoughts=[COUNT + IM_END, MORE + IM_END])
 NO_TURNS = {case: NOT_KNOWN["no stop"] for case in CASES if case != "tools"} | {"tools": Refused("row's tools")}
 CALLS_LOST = Refused("tool calls of message 2 (assistant) 0 times")
 SYSTEM_LOST = Refused("content of message 1 (system) 0 times")

@@ -207,7 +207,7 @@ def test_blocks_of_which_nothing_is_compiled_are_refused(world, tmp_path):
 
 
 def skew(tensor: Tensor, by: float) -> Tensor:
-    """As it is, with another gradient."""
+    """The same values, with a gradient that is `by` times as large."""
     return by * tensor - ((by - 1) * tensor).detach()
 
 

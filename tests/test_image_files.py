@@ -263,7 +263,7 @@ def test_formats_that_are_not_listed_are_refused():
 
 
 def test_only_regular_files_of_limited_size_are_read(tmp_path):
-    """By the reader of test_reading.py."""
+    """test_reading.py has devices and sockets, for the same reader."""
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(ValueError, match=r"^pipe\.png: .*regular file"):
         open_image("pipe.png", directory=tmp_path)

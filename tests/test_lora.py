@@ -280,7 +280,8 @@ def test_how_it_is_computed_does_not_change_what_is_computed(kind, world, tmp_pa
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["qwen2", long("phi3")])
 def test_layers_of_one_input_that_read_it_once_compute_the_same(family, mode, world, tmp_path, monkeypatch):
-    """As peft's own do; inputs are shared on GPUs. qwen2's layers have biases, and phi3 has none to share."""
+    """The expected values are those of peft's own layers. On GPUs, layers of one input share the reading of it. qwen2's
+    layers have biases; phi3 has no two layers of one input."""
     inputs = make_inputs(tmp_path, family)
     with monkeypatch.context() as patch:
         patch.setattr(lora_layers, "speed_up", lambda *args, **options: None)

@@ -348,7 +348,7 @@ def test_the_output_is_the_same_for_any_number_of_workers_and_parts(tmp_path, mo
 
 
 def test_each_row_is_rendered_with_its_own_arguments():
-    """As transformers renders it; with `open`, only answers before others have no stop token."""
+    """The expected ids are transformers' own. With the argument `open`, only the last answer has a stop token."""
     tokenizer = make_tokenizer(
         "{% if who %}{{ 'You are ' + who + '.' }}{% endif %}{% for m in messages %}"
         "{{ '<|im_start|>' + m.role + '\n' + m.content }}{{ '' if open and messages | length > 2 else '<|im_end|>' }}"

@@ -108,11 +108,13 @@ def test_clipping_scales_only_what_is_too_long():
     assert gradients[0][0].item() == pytest.approx(3.0 * 0.5 / norm)
 
 
-def test_a_step_combines_what_the_ranks_say(monkeypatch):
-    """Of two replicas, whose gradient counts once, in fp64; both are asked to stop, and have a loss that is NaN."""
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_combines_what_the_ranks_say(bad, monkeypatch):
+    """Two replicas have the same gradient, which counts once, in fp64. Both are asked to stop, and a loss of
+    each is not finite."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather", lambda rows, row: [each.copy_(row) for each in rows])
-    sums = [LossSums(torch.tensor(loss)) for loss in (1.0, math.nan)]
+    sums = [LossSums(torch.tensor(loss)) for loss in (1.0, bad)]
     gradient, device = torch.full((3_000_017,), 0.1), torch.device("cpu")
     found = reduce_step(sums, [gradient], device=device, num_shards=1, data_wait_seconds=0.0, flags=2)
     assert found.grad_norm == pytest.approx(gradient[0].item() * math.sqrt(len(gradient)), rel=1e-9)

@@ -281,7 +281,7 @@ def test_a_non_finite_loss_stops_before_the_update_and_names_step_and_samples(ru
 
 
 def test_a_gradient_that_is_not_finite_stops_too(run, tmp_path):
-    """Of a finite loss: the norm of embeddings close to 0 multiplies their gradient without end."""
+    """The loss is finite, but the gradient of embeddings close to 0 overflows in the norm behind them."""
     path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     model = AutoModelForCausalLM.from_pretrained(path)
     model.config.rms_norm_eps = 1e-45

@@ -15,7 +15,6 @@ test can notice.
 """
 
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,29 +55,25 @@ def read_mutants() -> list[Mutant]:
     return [mutant for path in sorted(FOLDER.glob("*.txt")) for mutant in read_room(path)]
 
 
-def read_room(path: Path) -> Iterator[Mutant]:
-    """Those of one file."""
-    file, tests, mutant = "", [], None
+def read_room(path: Path) -> list[Mutant]:
+    """The mutants of one room."""
+    found, file, tests, mutant = [], "", [], None
     for number, line in enumerate(path.read_text().splitlines(), 1):
         word, _, rest = line.partition(" ")
-        if word == "mutant":
-            if mutant is not None:
-                yield mutant
-            name, _, reason = rest.partition(": ")
-            mutant = Mutant(path.stem, name, reason, file, tests)
-        elif word == "file":
-            if mutant is not None:
-                yield mutant
+        if word == "file":
             file, mutant = rest, None
         elif word == "tests" and mutant is None:
             tests = rest.split()
-        elif word == "tests":
+        elif word == "mutant":
+            name, _, reason = rest.partition(": ")
+            mutant = Mutant(path.stem, name, reason, file, tests)
+            found.append(mutant)
+        elif mutant is not None and word == "tests":
             mutant.tests = rest.split()
-        elif word == "equivalent":
+        elif mutant is not None and word == "equivalent":
             mutant.equivalent = rest
-        elif line[:1] in ("-", "+"):
+        elif mutant is not None and line[:1] in ("-", "+"):
             (mutant.old if line[0] == "-" else mutant.new).append(line[1:])
         elif line:
             raise ValueError(f"{path}:{number}: {line}")
-    if mutant is not None:
-        yield mutant
+    return found

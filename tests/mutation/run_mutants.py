@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -37,7 +38,6 @@ PACKAGES = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.optim", "transformers", "numba", "datasets",
     "hypothesis", "safetensors.torch", "transformers.models.llama.modeling_llama",
 )  # fmt: skip
-CHOSEN = "not long and not wide"  # as pyproject.toml has it for `make test`
 MOST_SECONDS = 400  # a mutant that never ends
 
 
@@ -72,11 +72,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output", type=Path, help="also write the table there")
     args = parser.parse_args()
-    mutants = [m for m in read_mutants() if not args.names or m.room in args.names or str(m) in args.names]
-    if not mutants:
-        parser.error(f"no mutant is called {' or '.join(args.names)}")
+    every = read_mutants()
+    if unknown := {*args.names} - {mutant.room for mutant in every} - set(map(str, every)):
+        parser.error(f"no room or mutant is called {' or '.join(sorted(unknown))}")
+    mutants = [mutant for mutant in every if not args.names or {mutant.room, str(mutant)} & {*args.names}]
     for mutant in mutants:
         mutant.mutate((ROOT / mutant.file).read_text())  # says what is not found before anything runs
+    os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")  # read at the import
     for name in PACKAGES:
         importlib.import_module(name)
     with contextlib.ExitStack() as stack:
@@ -112,10 +114,13 @@ def measure_mutant(mutant: Mutant, *, all_failures: bool, nearest_only: bool) ->
 def refuse_false_kills(results: list[Result]) -> list[Result]:
     """The results; a test that also fails without any mutant has killed none."""
     killers = sorted({name for result in results for name in result.killers})
-    _, recorded = run_tests([f"tests/{name}" for name in killers], TREE, 10 * MOST_SECONDS) if killers else (0, None)
-    failing = set(killers) if killers and recorded is None else set(recorded["failed"] if recorded else ())
+    if not killers:
+        return results
+    status, _, failing = run_tests([f"tests/{name}" for name in killers], TREE, 10 * MOST_SECONDS)
+    if status != 0 and not failing:
+        failing = killers  # they have not all been run
     for result in results:
-        if result.verdict == "killed" and failing & set(result.killers):
+        if result.verdict == "killed" and {*failing} & {*result.killers}:
             result.verdict = "BROKEN"
             print(f"fails without a mutant: {describe(result)}", flush=True)
     return results
@@ -146,24 +151,26 @@ def meet(mutant: Mutant, tree: Path, *, all_failures: bool = False, everything: 
     chosen = ["tests"] if everything else [f"tests/{name}" for name in mutant.tests]
     flags = [] if all_failures else ["-x"]
     try:
-        status, recorded = run_tests([*chosen, *flags], tree, MOST_SECONDS * (10 if everything else 1))
+        status, num_passed, failed = run_tests([*chosen, *flags], tree, MOST_SECONDS * (10 if everything else 1))
     finally:
         path.write_text(source)
         os.utime(path, (stamp, stamp))
     if status is None:
         verdict = "HANGS"
-    elif recorded is None or (recorded["failed"] == [] and status != 0):
+    elif failed:
+        verdict = "killed"
+    elif status != 0:
         verdict = "BROKEN"
     else:
-        verdict = "killed" if recorded["failed"] else "equivalent" if mutant.equivalent else "SURVIVED"
-    recorded = recorded or dict(num_passed=0, failed=[])
-    return Result(mutant, verdict, time.monotonic() - start, recorded["num_passed"], recorded["failed"])
+        verdict = "equivalent" if mutant.equivalent else "SURVIVED"
+    return Result(mutant, verdict, time.monotonic() - start, num_passed, failed)
 
 
-def run_tests(arguments: list[str], tree: Path, seconds: float) -> tuple[int | None, dict | None]:
-    """pytest's exit status, None after so many seconds, and what `Recorder` has noted; from a process forked here."""
+def run_tests(arguments: list[str], tree: Path, seconds: float) -> tuple[int | None, int, list[str]]:
+    """pytest's exit status, None after so many seconds, the number of tests that passed, and those that failed; from a
+    process forked here."""
     answer = tree.parent / "answer.json"
-    answer.unlink(missing_ok=True)
+    answer.write_text("[0, []]")  # of a process that ends before it answers
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -175,8 +182,8 @@ def run_tests(arguments: list[str], tree: Path, seconds: float) -> tuple[int | N
         os.killpg(pid, signal.SIGKILL)  # also what the tests have left behind
     if not done[0]:
         os.waitpid(pid, 0)
-        return None, None
-    return os.waitstatus_to_exitcode(done[1]), json.loads(answer.read_text()) if answer.exists() else None
+        return None, 0, []
+    return os.waitstatus_to_exitcode(done[1]), *json.loads(answer.read_text())
 
 
 def run_forked(arguments: list[str], tree: Path, answer: Path) -> None:
@@ -188,15 +195,19 @@ def run_forked(arguments: list[str], tree: Path, answer: Path) -> None:
         os.dup2(log, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(tree)
-        caches = tempfile.mkdtemp(dir=tree.parent)  # what one mutant has made is not for the next
-        os.environ |= dict(PYTHONPATH=str(tree), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", MINI_TRAINER_CACHE=caches)
+        caches = tree.parent / "caches"
+        shutil.rmtree(caches, ignore_errors=True)  # what one mutant has made is not for the next
+        caches.mkdir()
+        os.environ |= dict(PYTHONPATH=str(tree), MINI_TRAINER_CACHE=str(caches))
         sys.path[:] = [str(tree), *(path for path in sys.path if not path.startswith(str(ROOT / "tests")))]
         del sys.modules["mutants"]
+        sys.modules["__main__"] = types.ModuleType("__main__")  # else processes that tests start would import this file
         recorder = Recorder()
-        options = ["-q", "-m", CHOSEN, "-p", "no:cacheprovider", f"--basetemp={tree.parent / 'tmp'}", "--tb=short"]
+        options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tree.parent / 'tmp'}", "--tb=short"]
         status = int(pytest.main([*arguments, *options], plugins=[recorder]))
-        answer.write_text(json.dumps(dict(num_passed=recorder.num_passed, failed=recorder.failed)))
+        answer.write_text(json.dumps([recorder.num_passed, recorder.failed]))
     finally:
+        sys.stdout.flush()
         os._exit(status)
 
 
