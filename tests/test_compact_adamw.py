@@ -1,6 +1,7 @@
 """8-bit moments and bf16 weights: as AdamW trains within what they promise, less memory, exact to resume."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from in_process import train_here, train_on
 from safetensors.torch import load_file
 from small_runs import OPTIONS, read_rows
 from tiny_models import FAMILIES, build, save_model
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mini_trainer.model.optim import compact_adamw
 from mini_trainer.model.optim.compact_adamw import (
@@ -21,22 +22,24 @@ from mini_trainer.model.optim.compact_adamw import (
     round_to_bf16,
     update_rows,
 )
-from mini_trainer.model.optim.optimizers import build_optimizer, set_step
+from mini_trainer.model.optim.optimizers import build_optimizer, open_optimizer, set_step
 from mini_trainer.options import OptimizationOptions
 
 MODEL = "llama_tied_bias"
 ADAMW = dict(learning_rate=1e-2, weight_decay=0.1)
 
 
-def train_matrix(world, *, optimizer: str, dtype: torch.dtype, num_steps: int) -> tuple[DTensor, torch.optim.Optimizer]:
-    """A (64, 512) matrix, and a vector, that learn to map random vectors to others."""
+def train_matrix(
+    world, *, optimizer: str, dtype: torch.dtype, num_steps: int, width: int = 512
+) -> tuple[DTensor, torch.optim.Optimizer]:
+    """A (64, width) matrix, and a vector, that learn to map random vectors to others."""
     torch.manual_seed(0)
-    module = torch.nn.Linear(512, 64).to(dtype)
+    module = torch.nn.Linear(width, 64).to(dtype)
     for name, param in list(module.named_parameters()):
         shard = DTensor.from_local(param.detach(), world.mesh, [Shard(0)])
         module.register_parameter(name, torch.nn.Parameter(shard))
     built = build_optimizer(module, OptimizationOptions(optimizer=optimizer, **ADAMW))
-    inputs, targets = torch.randn(32, 512), torch.randn(32, 64)
+    inputs, targets = torch.randn(32, width), torch.randn(32, 64)
     for step in range(num_steps):
         weight, bias = module.weight.to_local().float(), module.bias.to_local().float()
         error = inputs @ weight.detach().T + bias.detach() - targets  # (32, 64)
@@ -79,10 +82,19 @@ def count_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
 
 
-def test_moments_take_a_quarter_of_the_memory_and_bf16_weights_half(world, tmp_path):
-    _, adamw = train_matrix(world, optimizer="adamw", dtype=torch.float32, num_steps=1)
-    _, adamw8bit = train_matrix(world, optimizer="adamw8bit", dtype=torch.float32, num_steps=1)
-    assert count_bytes(adamw8bit) == pytest.approx(count_bytes(adamw) / 4, rel=0.03)
+@pytest.mark.parametrize(("width", "share"), [(512, 1 / 4), (96, (1 + 4 / 32) / 4), (24, 1)])  # blocks of 256, 32, none
+def test_moments_take_a_quarter_of_the_memory_as_planned(width, share, world):
+    (_, adamw), (_, adamw8bit) = (
+        train_matrix(world, optimizer=optimizer, dtype=torch.float32, num_steps=1, width=width)
+        for optimizer in ("adamw", "adamw8bit")
+    )
+    assert count_bytes(adamw8bit) == pytest.approx(count_bytes(adamw) * share, rel=0.03)
+    plan = open_optimizer(OptimizationOptions(optimizer="adamw8bit"))
+    planned = sum(plan.count_bytes(param, is_matrix=False) for param in adamw8bit.state)
+    assert count_bytes(adamw8bit) == planned
+
+
+def test_bf16_weights_take_half_the_memory(world, tmp_path):
     path = save_model(FAMILIES["gpt2"], tmp_path)
     models = {dtype: build(path, world, weights_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
     num_bytes = {dtype: sum(param.nbytes for param in model.parameters()) for dtype, model in models.items()}
@@ -124,9 +136,7 @@ def test_rounding_is_unbiased_and_leaves_what_bf16_can_hold(world):
 def test_updates_below_bf16s_resolution_are_not_lost(world):
     """Steps of 1e-4 from 1, where bf16's neighbours are 2^-8 below: rounded to nearest, none would ever move."""
     param = torch.nn.Parameter(DTensor.from_local(torch.ones(4000, dtype=torch.bfloat16), world.mesh, [Shard(0)]))
-    optimizer = CompactAdamW(
-        [{"params": [param], "weight_decay": 0.0}], lr=0.0, betas=(0.9, 0.95), eps=1e-8, is_8bit=False, seed=3
-    )
+    optimizer = build_optimizer(torch.nn.ParameterList([param]), OptimizationOptions(weight_decay=0.0), seed=3)
     for step in range(10):
         param.grad = torch.ones_like(param)
         set_step(optimizer, step=step, learning_rate=1e-4)
@@ -136,11 +146,16 @@ def test_updates_below_bf16s_resolution_are_not_lost(world):
     assert moved == pytest.approx(10 * 1e-4, rel=0.15)  # a standard error of 3 %
 
 
-def test_random_numbers_differ_from_step_to_step_and_follow_from_the_seed(world):
-    param = DTensor.from_local(torch.ones(4), world.mesh, [Shard(0)])
-    draws = [torch.rand(3, generator=make_generator(seed, step, param)) for seed, step in ((1, 0), (1, 1), (2, 0))]
-    assert len({tuple(draw.tolist()) for draw in draws}) == 3
-    assert torch.equal(draws[1], torch.rand(3, generator=make_generator(1, 1, param)))
+def test_random_numbers_differ_by_seed_step_and_shard_and_are_alike_on_replicas():
+    def draw(seed: int, step: int, *, replica: int, shard: int) -> tuple[float, ...]:
+        mesh = SimpleNamespace(get_local_rank=(replica, shard).__getitem__)
+        param = SimpleNamespace(placements=(Replicate(), Shard(0)), device_mesh=mesh, device="cpu")
+        return tuple(torch.rand(3, generator=make_generator(seed, step, param)).tolist())
+
+    settings = [(seed, step, shard) for seed in (1, 2) for step in (0, 1) for shard in (0, 1)]
+    draws = [draw(seed, step, replica=0, shard=shard) for seed, step, shard in settings]
+    assert len({*draws}) == len(settings)
+    assert draws == [draw(seed, step, replica=1, shard=shard) for seed, step, shard in settings]
 
 
 CHANGES = {

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 BLOCK_SIZE = 256
-MIN_BLOCK_SIZE = 32  # below this, scales would cost more memory than 8-bit codes save: moments stay in fp32
+MIN_BLOCK_SIZE = 32  # narrower matrices are small: their moments stay in fp32
 MAX_NUMEL = 2**26  # numbers of a shard that are updated at a time: 3 GB of temporary ones
 ROUNDING_STREAM = 1  # separates these random numbers from dropout's for the same seed, step and rank
 
@@ -44,8 +44,7 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def choose_block_size(self, param: DTensor) -> int | None:
         """Block size for a parameter's moments; None if they stay in fp32."""
-        size = math.gcd(param.shape[-1], BLOCK_SIZE) if self.is_8bit and param.ndim >= 2 else 0
-        return size if size >= MIN_BLOCK_SIZE else None
+        return find_block_size(param) if self.is_8bit else None
 
     def state_keys(self, param: DTensor) -> set[str]:
         """Names of the optimizer's state tensors for a parameter."""
@@ -90,6 +89,12 @@ class CompactAdamW(torch.optim.Optimizer):
             rows = slice(start, start + size)
             own = {key: value[rows] for key, value in state.items()}
             update_rows(weight[rows], gradient[rows].float(), own, group, rounding)
+
+
+def find_block_size(param: Tensor) -> int | None:
+    """Neighbours in the last dimension of a parameter, or of its shard, that share a scale in 8 bits; None: fp32."""
+    size = math.gcd(param.shape[-1], BLOCK_SIZE) if param.ndim >= 2 else 0
+    return size if size >= MIN_BLOCK_SIZE else None
 
 
 def has_kernel(weight: Tensor) -> bool:

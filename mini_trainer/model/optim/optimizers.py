@@ -192,11 +192,12 @@ class AdamW8bit(AdamW):
     is_8bit = True
 
     def count_bytes(self, param: Tensor, *, is_matrix: bool) -> int:
-        from mini_trainer.model.optim.compact_adamw import BLOCK_SIZE
+        from mini_trainer.model.optim.compact_adamw import find_block_size
 
-        if param.ndim < 2:
+        block_size = find_block_size(param)
+        if block_size is None:
             return super().count_bytes(param, is_matrix=is_matrix)
-        return 2 * (param.numel() + 4 * param.numel() // BLOCK_SIZE)  # codes, and fp32 scales
+        return 2 * (param.numel() + 4 * param.numel() // block_size)  # codes, and fp32 scales
 
 
 def choose_settings(options: OptimizationOptions) -> dict[str, Any]:
