@@ -334,7 +334,11 @@ def test_one_program_at_a_time_writes_scores(world, root):
     assert error.value.code == ExitCode.LOCKED
 
 
-def test_verify_reads_every_byte_of_what_has_recorded_hashes(root, capsys):
+def test_verify_reads_every_byte_of_what_has_recorded_hashes(root, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(contents, "REMEMBERED_FROM", 1)
+    monkeypatch.setattr(contents, "MEMORY_DIR", str(tmp_path))
+    monkeypatch.setattr(contents, "recall", lambda path, memory: pytest.fail("it trusts a remembered hash"))
+
     def lines(*paths: Path) -> Iterator[str]:
         verify(VerifyOptions(path=tuple(map(str, paths))))
         yield from capsys.readouterr().out.splitlines()

@@ -125,7 +125,7 @@ def read_numbers(root: Path) -> np.ndarray:
         (1, dict(max_tokens_per_gpu=48)),
         (2, {}),
         wide(4, {}),
-        long(2, dict(context_parallel=2)),
+        (2, dict(context_parallel=2)),
         long(1, dict(activation_checkpointing="full")),
     ],
     ids=["cap", "small cap", "2 ranks", "4 ranks", "context parallel", "checkpointing"],

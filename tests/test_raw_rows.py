@@ -17,10 +17,11 @@ from tiny_data import write_jsonl
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.data.tokenized.sidecar import find_outputs
-from mini_trainer.options import RowOptions, TrainOptions, group_options, parse_subset
+from mini_trainer.options import DataOptions, RowOptions, TrainOptions, group_options, parse_subset
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
 from mini_trainer.run.raw_rows import find_data
+from mini_trainer.run.start import open_validation_data
 
 MODEL = "llama_tied_bias"
 ROOT = Path(__file__).parent.parent
@@ -254,3 +255,5 @@ def test_a_subset_is_drawn_by_the_seed_of_what_is_kept(tokenizer_dir, tmp_path):
     assert list(map(len, choose("10"))) == [10, 10] and list(map(len, choose("1%"))) == [3, 1]
     assert list(map(len, choose("60"))) == [60, 40]
     assert choose("10") == choose("10") != choose("10", seed=1)
+    validation = open_validation_data(paths, DataOptions(subset="10"), cache_dir=str(tmp_path))
+    assert [len(source.kept) for source in validation.sources] == [10, 10]

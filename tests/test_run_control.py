@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from breadth import wide
-from processes import ENV, ROOT, is_alive
+from processes import ENV, ROOT, is_alive, wait_until
 
 from mini_trainer.distributed.ending import (
     BY_USER,
@@ -359,11 +359,13 @@ def test_max_time_and_the_stop_file(ranks, tmp_path):
     assert sorted(os.listdir(tmp_path / "run")) == ["exit.json", "params.json"]
 
 
-def test_a_directory_in_use_is_refused_and_left_alone(ranks, tmp_path):
+def test_a_directory_in_use_is_refused_and_its_lock_touched(ranks, tmp_path):
     group = ranks(1).wait()
     with pytest.raises(RunError, match=rf"--output-dir \S*run .*pid {group.pids[0]} on ") as refusal:
         RunLock(tmp_path / "run")
     assert refusal.value.code == ExitCode.LOCKED
+    os.utime(tmp_path / "run" / ".lock", (0, 0))
+    wait_until(lambda: (tmp_path / "run" / ".lock").stat().st_mtime > 0, seconds=30)  # its heartbeat
     group.order(0, "finish")
     group.wait_until_gone()
     lock = RunLock(tmp_path / "run")

@@ -2,6 +2,7 @@
 a plain loop over transformers' logits, also where a teacher reads other prompts than the model."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from scored_data import TOP_K, score_here, write_data
 from small_runs import check_step, read_rows
 from tiny_data import make_samples, read_lines, write_samples
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, VOCAB_SIZE, change_json, save_model, save_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -467,8 +468,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(own, models, world, tmp_path):
 
 
 @pytest.mark.parametrize("method", [{}, dict(lora=True), wide(dict(osft=True, osft_unfreeze_rank_ratio=0.5))])
-def test_the_start_as_a_teacher_is_a_second_copy_of_it(method, models, world, tmp_path):
-    for root, teacher in (("copy", str(models[0])), ("self", "self")):
+def test_the_start_as_a_teacher_is_a_second_copy_of_it_without_dropout(method, models, world, tmp_path):
+    student = shutil.copytree(models[0], tmp_path / "student")
+    change_json(student / "config.json", attention_dropout=0.3)
+    models = (student, models[1])
+    for root, teacher in (("copy", str(student)), ("self", "self")):
         (tmp_path / root).mkdir()
         write_data(tmp_path / root / "data.arrow", models[0])
         cache = dict(osft_cache_dir=str(tmp_path / "cache")) if "osft" in method else {}

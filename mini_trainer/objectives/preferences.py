@@ -302,15 +302,15 @@ class PreferenceLoss(AnswerLoss):
         """Sums over pairs; `loss` with gradients."""
         weights, beta = targets.numbers.weights, self.strength.beta
         rewards = beta * (pairs.ratios if self.kind.has_reference else pairs.mean_logps).detach()
-        logps, counts = pairs.logps.detach(), (weights > 0).float()
+        logps = pairs.logps.detach()
         columns = [
             weights * self.kind.measure(pairs, self.strength),
             weights * (rewards[:, 0] > rewards[:, 1]),
             *(weights[:, None] * rewards).unbind(1),
             *(weights[:, None] * logps).unbind(1),
             weights,
-            -logps[:, 0] * counts,
-            targets.lengths[:, 0] * counts,
+            -logps[:, 0],
+            targets.lengths[:, 0],
         ]
         return torch.stack(columns, dim=1)
 
@@ -322,7 +322,7 @@ class PreferenceLoss(AnswerLoss):
         pairs = self.find_pairs(predicted, micro_batch)
         sums = self.measure(pairs, targets)
         loss = sums[:, 0].sum()
-        nll = -(pairs.logps[:, 0] * (targets.numbers.weights > 0)).sum()
+        nll = -pairs.logps[:, 0].sum()
         if row_group is not None:  # all ranks that share the row know the whole loss, which counts once
             sums, loss, nll = sums / row_group.size, count_once(loss, row_group.size), count_once(nll, row_group.size)
         sums = sums.detach()
