@@ -45,9 +45,9 @@ def read_board(folder: Path) -> dict[str, dict]:
 
 def test_of_a_long_file_only_the_end_is_read(tmp_path):
     path = tmp_path / METRICS
-    path.write_text(
-        "".join(f'{{"step": {step}, "loss": {step / 2}}}\n' for step in range(1, 60_001)) + '{"step": 60001'
-    )
+    write_jsonl(path, ({"step": step, "loss": step / 2} for step in range(1, 60_001)))
+    with path.open("a") as file:
+        file.write('{"step": 60001')
     tail = read_tail(path)
     assert [row["step"] for row in tail] == list(range(59_951, 60_001)) and tail[-1]["loss"] == 30_000
     assert math.isnan(tail[-1]["tokens_per_second"])
@@ -59,23 +59,21 @@ def test_of_a_long_file_only_the_end_is_read(tmp_path):
     assert read_tail(path) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "identity", "share"),
-    [
-        ({"max_steps": 40}, {}, 0.25),
-        ({"max_epochs": 2}, {}, 0.5),
-        ({"max_steps": 40, "max_tokens": 1000}, {}, 0.8),
-        ({"max_samples": 10}, {}, 1.0),
-        ({}, {"number of steps": 20}, 0.5),
-        ({"max_steps": None}, {"number of steps": None}, None),
-        ({"max_steps": "40"}, [], None),
-    ],
-)
-def test_the_share_that_is_done_is_that_of_the_first_end(options, identity, share):
+def test_the_share_that_is_done_is_that_of_the_first_end_and_the_time_left_is_what_the_last_steps_need():
     row = {"step": 10.0, "epoch": 1.0, "total_samples_accumulated": 80.0, "total_tokens_accumulated": 800.0}
-    found = board.find_share(row, {"options": options, "identity": identity})
-    assert math.isnan(found) if share is None else found == share
-    assert math.isnan(board.find_share({}, {"options": {"max_steps": 3}}))
+    shares = {0.25: dict(max_steps=40), 0.5: dict(max_epochs=2), 0.8: dict(max_steps=40, max_tokens=1000),
+              1.0: dict(max_samples=10)}  # fmt: skip
+    for share, options in shares.items():
+        assert board.find_share(row, {"options": options, "identity": {}}) == share
+    assert board.find_share(row, {"options": {}, "identity": {"number of steps": 20}}) == 0.5
+    for options, identity in ({"max_steps": None}, {"number of steps": None}), ({"max_steps": "40"}, []):
+        assert math.isnan(board.find_share(row, {"options": options, "identity": identity}))
+    params = {"options": {"max_steps": 100}}
+    assert math.isnan(board.find_share({}, params))
+    tail = [{"step": float(step), "time_per_batch": 2.0, "data_wait_seconds": 0.5} for step in range(11, 21)]
+    assert board.estimate_seconds_left(tail, params) == pytest.approx(80 * 2.5)
+    assert math.isnan(board.estimate_seconds_left(tail[:1], params))
+    assert math.isnan(board.estimate_seconds_left(tail, {}))
 
 
 def test_the_settings_of_a_run_and_what_somebody_wrote_about_it(tmp_path):
@@ -96,12 +94,9 @@ def test_the_settings_of_a_run_and_what_somebody_wrote_about_it(tmp_path):
     rows = read_board(tmp_path)
     found = {name: [row[key] for key in ("method", "lr", "batch", "is_batch_of_tokens")] for name, row in rows.items()}
     assert found == {
-        "plain": ["full", 1e-3, 32, False],
-        "tokens": ["osft", 2.5e-4, 65536, True],
-        "default": ["lora", 1e-3, 128, False],
-        "odd": ["qlora, preference", None, None, False],
-        "torn": ["", None, None, False],
-    }
+        "plain": ["full", 1e-3, 32, False], "tokens": ["osft", 2.5e-4, 65536, True], "torn": ["", None, None, False],
+        "default": ["lora", 1e-3, 128, False], "odd": ["qlora, preference", None, None, False],
+    }  # fmt: skip
     notes = {name: row["notes"] for name, row in rows.items() if row["notes"]}
     assert notes == {"plain": notes["plain"]} and notes["plain"].startswith("a second try \ufffd\nmore")
     assert len(notes["plain"]) < 4000
@@ -116,21 +111,12 @@ def test_notes_may_be_there_before_the_run(world, tmp_path):
     assert read_board(run)["run"]["notes"] == "planned"
 
 
-def test_the_time_left_is_what_the_last_steps_need():
-    tail = [{"step": float(step), "time_per_batch": 2.0, "data_wait_seconds": 0.5} for step in range(11, 21)]
-    assert board.estimate_seconds_left(tail, {"options": {"max_steps": 100}}) == pytest.approx(80 * 2.5)
-    assert math.isnan(board.estimate_seconds_left(tail[:1], {"options": {"max_steps": 100}}))
-    assert math.isnan(board.estimate_seconds_left(tail, {}))
-
-
 def test_runs_are_found_at_any_depth_but_not_in_runs_or_behind_links(tmp_path):
-    for name in ("a", "sweep/1", "sweep/2/b", ".hidden/run"):
-        write_run(tmp_path / "runs" / name, num_steps=1)
-    write_run(tmp_path / "runs" / "a" / "hf_format" / "inner", num_steps=1)
-    write_run(tmp_path / "outside", num_steps=1)
-    (tmp_path / "runs" / "link").symlink_to(tmp_path / "outside")
-    (tmp_path / "runs" / "empty").mkdir()
     folder = tmp_path / "runs"
+    for name in ("a", "sweep/1", "sweep/2/b", ".hidden/run", "a/hf_format/inner", "../outside"):
+        write_run(folder / name, num_steps=1)
+    (folder / "link").symlink_to(tmp_path / "outside")
+    (folder / "empty").mkdir()
     assert [path.relative_to(folder).as_posix() for path in find_runs(folder)[0]] == ["a", "sweep/1", "sweep/2/b"]
     assert list(read_board(folder / "a")) == ["a"]  # a run's own directory
     assert read_board(folder / "empty") == {}
@@ -150,28 +136,24 @@ def test_every_state_by_the_files_alone(tmp_path):
         os.utime(lock, (time.time() - age,) * 2)
     (tmp_path / "killed" / "exit.json").write_text("torn")
     (write_run(tmp_path / "torn", num_steps=3, finished=False) / PARAMS).write_text("{")
-    found = {name: (row["state"], row["how"], row["error"]) for name, row in read_board(tmp_path).items()}
+    rows = read_board(tmp_path)
+    found = {name: (row["state"], row["how"], row["error"]) for name, row in rows.items()}
     assert found.pop("killed")[:2] == ("crashed", "no heartbeat")
     state, how, error = found.pop("torn")
     assert (state, how) == ("unknown", "end not recorded") and PARAMS in error
-    assert found == {
-        "oom": ("crashed", "out of memory (9)", "why oom"),
-        "time": ("stopped", "saved and requeue (3)", "why time"),
-        "user": ("stopped", "stopped by user (10)", "why user"),
-        "early": ("stopped", "interrupted (130)", "why early"),
-        "refused": ("stopped", "bad input (2)", "why refused"),
-        "finished": ("finished", "", ""),
-        "copied": ("unknown", "end not recorded", ""),
-        "running": ("running", "", ""),
-    }
-    left = {name: row["left"] for name, row in read_board(tmp_path).items() if row["left"] is not None}
+    ended = {"oom": ("crashed", "out of memory (9)"), "time": ("stopped", "saved and requeue (3)"),
+             "user": ("stopped", "stopped by user (10)"), "early": ("stopped", "interrupted (130)"),
+             "refused": ("stopped", "bad input (2)")}  # fmt: skip
+    rest = dict(finished=("finished", "", ""), copied=("unknown", "end not recorded", ""), running=("running", "", ""))
+    assert found == {name: (*said, f"why {name}") for name, said in ended.items()} | rest
+    left = {name: row["left"] for name, row in rows.items() if row["left"] is not None}
     assert left == {"running": pytest.approx(3 * 0.51)}
 
 
 def test_a_row_has_the_numbers_of_the_last_lines(tmp_path):
     path = write_run(tmp_path / "run", num_steps=80, sets=("held_out",), options={"max_steps": 160})
     rows = read_lines(path / METRICS)
-    losses = [json.loads(line)["loss"] for line in (path / VALIDATIONS).read_text().splitlines()]
+    losses = [row["loss"] for row in read_lines(path / VALIDATIONS)]
     board = Board(tmp_path)
     (row,) = board.read()["runs"]
     assert (row["step"], row["share"], row["loss"], row["best"]) == (80, 0.5, rows[-1]["loss"], min(losses))
@@ -260,7 +242,7 @@ def test_curves_follow_the_chosen_runs_while_they_grow(server):
     version = urllib.parse.quote(data["version"])
     assert fetch(server, f"data?{query}&version={version}") == (204, "")
     path = server.board.folder / "first" / METRICS
-    row = json.loads(path.read_text().splitlines()[-1])
+    row = read_lines(path)[-1]
     with path.open("a") as file:
         file.write(json.dumps(row | {"step": 21}) + "\n" + json.dumps(row | {"step": 22})[:40])
     data = json.loads(fetch(server, f"data?{query}&version={version}")[1])
@@ -276,7 +258,7 @@ def test_a_long_run_is_read_in_portions_that_are_shown(server, monkeypatch):
         data = json.loads(fetch(server, f"data?run={ids['first']}")[1])
         counts.append(data["runs"][0]["x"]["step"][-1])
     assert counts == sorted(set(counts)) and len(counts) > 3 and counts[-1] == 59_999
-    assert len(data["runs"][0]["x"]["step"]) <= 10_000
+    assert len(data["runs"][0]["x"]["step"]) <= 10_000 and sum(data["runs"][0]["sizes"]) == 59_999
 
 
 def test_a_run_whose_files_block_keeps_no_request_for_another_run_waiting(server, monkeypatch):
@@ -309,16 +291,14 @@ def test_a_run_whose_files_block_keeps_no_request_for_another_run_waiting(server
     assert {row["name"]: row["step"] for row in table["runs"]} == {"first": 21, "second": 20}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["setup.txt"], "error: setup.txt: "), ([".", "--port", "65536"], "--port 65536"), (["a", "b"], "2 directories")],
-)
-def test_what_cannot_be_served_gets_one_message_and_exit_code_2(words, message, tmp_path):
+def test_what_cannot_be_served_gets_one_message_and_exit_code_2(tmp_path):
     (tmp_path / "setup.txt").touch()
-    command = [sys.executable, "-m", "mini_trainer", "board", *words]
-    done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr.lower() and "Traceback" not in done.stderr
+    messages = {"setup.txt": "error: setup.txt: ", ". --port 65536": "--port 65536", "a b": "2 directories"}
+    for words, message in messages.items():
+        command = [sys.executable, "-m", "mini_trainer", "board", *words.split()]
+        done = subprocess.run(command, cwd=tmp_path, env=ENV, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr.lower() and "Traceback" not in done.stderr
 
 
 def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
@@ -345,9 +325,8 @@ def test_runs_of_the_trainer_are_followed_to_their_ends(world, tmp_path):
         for job in jobs.values():
             job.wait_for_step(2)
         before = read()
-        assert {name: row["state"] for name, row in before.items()} == {
-            "done": "finished", "killed": "running", "asked": "running",
-        }  # fmt: skip
+        states = {name: row["state"] for name, row in before.items()}
+        assert states == {"done": "finished", "killed": "running", "asked": "running"}
         assert before["done"]["step"] == 3 and before["done"]["share"] == 1
         jobs["killed"].wait_for_step(int(before["killed"]["step"]) + 2)
         grown = read()["killed"]
@@ -372,6 +351,10 @@ def list_names(browser: Browser) -> list[str]:
     return browser.ask("[...document.querySelectorAll('tbody .name > a')].map(link => link.textContent)")
 
 
+def search(browser: Browser, text: str) -> None:
+    browser.ask(f"byId('search').value = '{text}', byId('search').dispatchEvent(new Event('input'))")
+
+
 @pytest.mark.long
 @needs_browser
 @pytest.mark.slow
@@ -390,9 +373,9 @@ def test_a_browser_sorts_filters_and_compares(browser, server):
     assert cells == ["<b>no room</b>", "<b>a try</b> …", "full", "1e-5", "2,048 tokens"]
     browser.ask("document.querySelector('th[data-key=lr] button').click()")
     assert list_names(browser)[0] == HOSTILE
-    browser.ask("byId('search').value = 'OF it', byId('search').dispatchEvent(new Event('input'))")
+    search(browser, "OF it")
     assert list_names(browser) == [HOSTILE]
-    browser.ask("byId('search').value = '', byId('search').dispatchEvent(new Event('input'))")
+    search(browser, "")
 
     browser.ask("document.querySelector('th[data-key=step] button').click()")
     assert list_names(browser)[-1] == HOSTILE
@@ -404,17 +387,16 @@ def test_a_browser_sorts_filters_and_compares(browser, server):
     browser.ask("byId('states').children[1].click()")
     assert list_names(browser) == [HOSTILE]
     browser.ask("byId('states').children[0].click()")
-    browser.ask("byId('search').value = 'no ROOM', byId('search').dispatchEvent(new Event('input'))")
+    search(browser, "no ROOM")
     assert list_names(browser) == [HOSTILE]
-    browser.ask("byId('search').value = '', byId('search').dispatchEvent(new Event('input'))")
+    search(browser, "")
 
     # Numbers that change leave a row, its focus and its choice where they are.
     browser.ask("document.querySelectorAll('tbody input').forEach(box => box.click())")
     browser.ask("document.querySelector('tbody tr:last-child input').focus()")
     path = folder / "first" / METRICS
-    row = json.loads(path.read_text().splitlines()[-1]) | {"step": 20, "loss": 0.1234}
     with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(read_lines(path)[-1] | {"step": 20, "loss": 0.1234}) + "\n")
     browser.wait_until("document.body.textContent.includes('0.1234')")
     assert browser.ask("document.activeElement === document.querySelector('tbody tr:last-child input')")
     assert browser.ask("byId('compare').textContent") == "show curves of 3"
@@ -434,25 +416,22 @@ def test_a_browser_sorts_filters_and_compares(browser, server):
 # ---- what must not hold it up
 
 
-def spoil(path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["pipe", "device"])
+@pytest.mark.parametrize("name", [METRICS, VALIDATIONS, PARAMS, "exit.json", ".lock"])
+def test_only_regular_files_of_a_run_are_read(name, how, tmp_path):
+    write_run(tmp_path / "good", num_steps=3)
+    path = write_run(tmp_path / "bad", num_steps=3) / name
     path.unlink(missing_ok=True)
     if how == "pipe":
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("how", ["pipe", "device"])
-@pytest.mark.parametrize("name", [METRICS, VALIDATIONS, PARAMS, "exit.json", ".lock"])
-def test_only_regular_files_of_a_run_are_read(name, how, tmp_path):
-    write_run(tmp_path / "good", num_steps=3)
-    spoil(write_run(tmp_path / "bad", num_steps=3) / name, how)
     board = Board(tmp_path).read()
     assert "good" in {row["name"] for row in board["runs"]}
     if name in (METRICS, VALIDATIONS):
         (note,) = board["notes"]
-        assert note.startswith(f"bad: {tmp_path / 'bad' / name}: ")
-        with pytest.raises(ValueError, match=f"{tmp_path / 'bad' / name}: .*regular file"):
+        assert note.startswith(f"bad: {path}: ")
+        with pytest.raises(ValueError, match=f"{path}: .*regular file"):
             open_runs([tmp_path / "bad"])
     else:
         assert {row["name"] for row in board["runs"]} == {"good", "bad"} and not board["notes"]

@@ -8,6 +8,8 @@ import csv
 import gzip
 import json
 import re
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import datasets
@@ -22,16 +24,8 @@ from tiny_data import read_lines, write_jsonl
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from mini_trainer.data.columns.base import (
-    COLUMNS,
-    IGNORED,
-    SEQUENCES,
-    TOKENS,
-    DataTask,
-    RowFacts,
-    check_sample,
-    read_task,
-)
+from mini_trainer.data.columns import base
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, DataTask
 from mini_trainer.data.rows.files import find_sources
 from mini_trainer.data.rows.preparing import survey_labels
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -39,12 +33,8 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import RowOptions
 
 TEXTS = ["the film was very good", "terrible film, bad!", "Angela Merkel lives in Berlin", 'she said "no"\nand left']
-REVIEWS = [
-    {"text": "the film was very good", "label": "pos"},
-    {"text": "terrible film, bad!", "label": "neg"},
-    {"text": 'she said "good",\nand left', "label": "pos"},
-    {"text": "bad film", "label": "neg"},
-]
+SAID = [*TEXTS[:2], 'she said "good",\nand left', "bad film"]
+REVIEWS = [{"text": text, "label": label} for text, label in zip(SAID, ("pos", "neg") * 2, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +42,9 @@ def word_pieces():
     """As BERT's: it gives token types, and takes characters that cannot be seen away."""
     tokenizer = train_word_pieces(TEXTS * 9, vocab_size=200)
     tokenizer.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    backend = tokenizer.backend_tokenizer
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_input_names=names, model_max_length=20, **tokenizer.special_tokens_map
-    )
+    given = dict(model_input_names=["input_ids", "token_type_ids", "attention_mask"], model_max_length=20)
+    given |= dict(tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map)
+    return PreTrainedTokenizerFast(**given)
 
 
 @pytest.fixture(scope="module")
@@ -132,17 +120,14 @@ def test_pairs_have_token_types_where_the_tokenizer_gives_them(ending, encoder, 
     data = prepare(encoder, source, tmp_path / f"pairs{ending}", **fields)
     expected = [word_pieces(TEXTS[i], TEXTS[i - 1], return_token_type_ids=True) for i in range(4)]
     assert data.task.label_names == ("0", "1")
-    assert read_all(data) == [
-        (row["input_ids"], [float(i % 2)], row["token_type_ids"]) for i, row in enumerate(expected)
-    ]
+    assert read_all(data) == [(one["input_ids"], [i % 2], one["token_type_ids"]) for i, one in enumerate(expected)]
 
 
 def test_a_decoder_has_no_token_types(decoder, byte_level, tmp_path):
-    rows = [{"text": a, "text_pair": b, "label": label} for a, b, label in (("ab", "c", "x"), ("a", "bc", "y"))]
+    pairs = ("ab", "c"), ("a", "bc")
+    rows = [{"text": text, "text_pair": pair, "label": i} for i, (text, pair) in enumerate(pairs)]
     data = prepare(decoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow")
-    assert read_all(data) == [
-        (byte_level(r["text"], r["text_pair"])["input_ids"], [i], None) for i, r in enumerate(rows)
-    ]
+    assert read_all(data) == [(byte_level(*pair)["input_ids"], [i], None) for i, pair in enumerate(pairs)]
 
 
 WORDS = [
@@ -157,12 +142,10 @@ def test_a_words_first_token_has_its_label(encoder, word_pieces, tmp_path):
     assert data.task == DataTask(TOKENS, "single", names, 4)
     for row, (input_ids, labels, types) in zip(WORDS, read_all(data), strict=True):
         encoding = word_pieces(row["tokens"], is_split_into_words=True)
-        expected, before = [], None
-        for word in encoding.word_ids():
-            is_first = word is not None and word != before
-            label = row["labels"][word] if is_first else IGNORED
+        expected = []
+        for before, word in pairwise([None, *encoding.word_ids()]):
+            label = row["labels"][word] if word not in (None, before) else IGNORED
             expected.append(label if label == IGNORED else names.index(label))
-            before = word
         assert (input_ids, labels, types) == (encoding["input_ids"], expected, None)
     assert data.num_loss_tokens.tolist() == [5, 2]
     assert data.sidecar["label_counts"] == {"B-LOC": 1, "B-PER": 1, "I-PER": 1, "O": 4}
@@ -194,23 +177,18 @@ def test_a_chat_is_rendered_by_its_template(decoder, byte_level, word_pieces, tm
 
 
 def test_several_labels_and_values(encoder, tmp_path):
-    rows = [{"text": "a", "label": ["x", "z"]}, {"text": "b", "label": []}, {"text": "c", "label": ["y"]}]
-    data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow")
-    assert data.task == DataTask(SEQUENCES, "multi", ("x", "y", "z"), 3)
-    assert [target for _, target, _ in read_all(data)] == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
-    write_csv(
-        tmp_path / "a.csv", [{"text": "a", "label": 0.5}, {"text": "b", "label": -3}, {"text": "c", "label": 1e3}]
-    )
-    data = prepare(encoder, tmp_path / "a.csv", tmp_path / "out.arrow")
-    assert data.task == DataTask(SEQUENCES, "regression", (), 1)
-    assert [target for _, target, _ in read_all(data)] == [[0.5], [-3], [1000]]
-    write_csv(tmp_path / "b.csv", [{"text": "a", "label": "x;z"}, {"text": "b", "label": "y"}])
-    data = prepare(encoder, tmp_path / "b.csv", tmp_path / "out.arrow", label_separator=";")
-    assert data.task == DataTask(SEQUENCES, "multi", ("x", "y", "z"), 3)
-    assert [target for _, target, _ in read_all(data)] == [[1, 0, 1], [0, 1, 0]]
-    rows = [{"text": "a", "label": [1, 0.5]}, {"text": "b", "label": [0, 2]}]
-    data = prepare(encoder, write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out.arrow", label_type="regression")
-    assert data.task.num_labels == 2 and [target for _, target, _ in read_all(data)] == [[1, 0.5], [0, 2]]
+    multi = DataTask(SEQUENCES, "multi", ("x", "y", "z"), 3)
+    value, values = (DataTask(SEQUENCES, "regression", (), num_labels) for num_labels in (1, 2))
+    for write, labels, options, task, targets in (
+        (write_jsonl, [["x", "z"], [], ["y"]], {}, multi, [[1, 0, 1], [0, 0, 0], [0, 1, 0]]),
+        (write_csv, [0.5, -3, 1e3], {}, value, [[0.5], [-3], [1000]]),
+        (write_csv, ["x;z", "y"], dict(label_separator=";"), multi, [[1, 0, 1], [0, 1, 0]]),
+        (write_jsonl, [[1, 0.5], [0, 2]], dict(label_type="regression"), values, [[1, 0.5], [0, 2]]),
+    ):
+        path = tmp_path / f"a.{write.__name__.removeprefix('write_')}"
+        rows = [{"text": f"t{i}", "label": label} for i, label in enumerate(labels)]
+        data = prepare(encoder, write(path, rows), tmp_path / "out.arrow", **options)
+        assert data.task == task and [target for _, target, _ in read_all(data)] == targets
 
 
 def test_a_table_holds_what_datasets_reads(encoder, tmp_path, monkeypatch):
@@ -222,9 +200,8 @@ def test_a_table_holds_what_datasets_reads(encoder, tmp_path, monkeypatch):
     rows = [{"text": f"x{a}", "prompt": f"{i}", "completion": f"{b}y"} for i, (a, b) in enumerate(made)]
     write_csv(tmp_path / "a.csv", rows)
     features = datasets.Features(dict.fromkeys(rows[0], datasets.Value("string")))
-    theirs = datasets.Dataset.from_csv(
-        str(tmp_path / "a.csv"), features=features, cache_dir=str(tmp_path / "cache"), keep_default_na=False
-    )
+    given = dict(features=features, cache_dir=str(tmp_path / "cache"), keep_default_na=False)
+    theirs = datasets.Dataset.from_csv(str(tmp_path / "a.csv"), **given)
     ours = [row.value for row in read_file(tmp_path / "a.csv")]
     assert ours == [dict(row) for row in theirs] == rows
 
@@ -256,12 +233,9 @@ def test_a_table_holds_what_datasets_reads(encoder, tmp_path, monkeypatch):
 )
 def test_what_labels_are_shows_in_them(labels, options, expected, tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": f"t{i}", "label": label} for i, label in enumerate(labels)])
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            find_task(source, **options)
-        return
-    task = find_task(source, **options)
-    assert (task.label_type, task.label_names) == expected
+    with pytest.raises(ValueError, match=expected) if isinstance(expected, str) else nullcontext():
+        task = find_task(source, **options)
+        assert (task.label_type, task.label_names) == expected
 
 
 def test_names_can_be_given_and_those_of_another_data_set_taken(encoder, tmp_path):
@@ -285,20 +259,17 @@ def test_names_can_be_given_and_those_of_another_data_set_taken(encoder, tmp_pat
 
 
 def test_the_names_that_datasets_writes_into_parquet_are_taken(encoder, tmp_path):
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
-    )
-    data = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
-    data.to_parquet(str(tmp_path / "a.parquet"))
-    prepared = prepare(encoder, tmp_path / "a.parquet", tmp_path / "out.arrow")
-    assert prepared.task.label_names == ("bad", "good")
-    assert [target for _, target, _ in read_all(prepared)] == [[1], [0]]
-    names = datasets.ClassLabel(names=["O", "B-PER"])
-    features = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "tags": datasets.List(names)})
-    data = datasets.Dataset.from_dict({"tokens": [["Angela", "lives"]], "tags": [[1, 0]]}, features=features)
-    data.to_parquet(str(tmp_path / "b.parquet"))
-    prepared = prepare(encoder, tmp_path / "b.parquet", tmp_path / "out.arrow", columns=("label=tags",))
-    assert prepared.task == DataTask(TOKENS, "single", ("O", "B-PER"), 2)
+    def prepare_rows(values: dict[str, list], features: dict, **options) -> TokenizedData:
+        data = datasets.Dataset.from_dict(values, features=datasets.Features(features))
+        data.to_parquet(str(tmp_path / "a.parquet"))
+        return prepare(encoder, tmp_path / "a.parquet", tmp_path / "out.arrow", **options)
+
+    text, List, ClassLabel = datasets.Value("string"), datasets.List, datasets.ClassLabel
+    found = prepare_rows(dict(text=["a", "b"], label=[1, 0]), dict(text=text, label=ClassLabel(names=["bad", "good"])))
+    assert found.task.label_names == ("bad", "good") and [target for _, target, _ in read_all(found)] == [[1], [0]]
+    features = dict(tokens=List(text), tags=List(ClassLabel(names=["O", "B-PER"])))
+    found = prepare_rows(dict(tokens=[["Angela", "lives"]], tags=[[1, 0]]), features, columns=("label=tags",))
+    assert found.task == DataTask(TOKENS, "single", ("O", "B-PER"), 2)
 
 
 def test_a_split_keeps_the_labels_and_goes_by_the_text_alone(decoder, tmp_path):
@@ -457,10 +428,10 @@ OF_WORDS = DataTask(TOKENS, "single", ("a", "b"), 2)
 )
 def test_a_row_that_breaks_the_contract_is_named(task, change, reason):
     num_counted = 1 if "target" in change and "labels" not in change else 2
-    row = RowFacts(task, 4, num_counted, vocab_size=9, where="out.arrow: row 3")
+    row = base.RowFacts(task, 4, num_counted, vocab_size=9, where="out.arrow: row 3")
     sample = {name: np.array(value) for name, value in {"input_ids": [5, 6, 7, 8], "target": [1.0], **change}.items()}
     with pytest.raises(ValueError, match=f"^out.arrow: row 3: .*{reason}"):
-        check_sample(COLUMNS[task.objective], sample, row)
+        base.check_sample(base.COLUMNS[task.objective], sample, row)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +446,7 @@ def test_a_row_that_breaks_the_contract_is_named(task, change, reason):
 )
 def test_a_sidecar_that_says_what_cannot_be_is_refused(change, reason):
     with pytest.raises(ValueError, match=f"^a.json: .*{reason}"):
-        read_task({"objective": SEQUENCES, "label_type": "single", "label_names": ["a", "b"]} | change, named="a.json")
+        base.read_task(dict(objective=SEQUENCES, label_type="single", label_names=["a", "b"]) | change, named="a.json")
 
 
 def test_samples_and_labels_are_shown(encoder, tmp_path, capsys):

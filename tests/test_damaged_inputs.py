@@ -1,11 +1,11 @@
 """Files and directories that are not what they should be: refused by name, in one line, or cleaned up."""
 
-import itertools
 import os
 import re
 import shutil
 import socket
 import subprocess
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -59,24 +59,18 @@ def train_refused(world, inputs: dict, output_dir: Path, **options: object) -> s
 # Data.
 
 
-def mask(samples: list, rows: range) -> list:
-    return [(ids, [-100] * len(ids)) if i in rows else (ids, labels) for i, (ids, labels) in enumerate(samples)]
-
-
 def test_data_without_a_trained_token_is_refused(inputs, world, tmp_path):
-    short, long = make_samples(8, vocab_size=VOCAB_SIZE, max_len=20), ([5] * 60, [-100] + [5] * 59)
-    none = write_samples(tmp_path / "none.arrow", mask(short, range(8)))
-    only_long = write_samples(tmp_path / "only_long.arrow", [*mask(short, range(8)), long])
-    for change in (
-        dict(data_path=(str(none),)),
-        dict(data_path=(inputs["data_path"], str(none))),
-        dict(data_path=(str(only_long),), max_tokens_per_gpu=40, drop_overlong=True),
-        dict(data_path=(str(only_long),), subset="2", seed=0),
+    short = [(ids, [-100] * len(ids)) for ids, _ in make_samples(8, vocab_size=VOCAB_SIZE, max_len=20)]
+    none = str(write_samples(tmp_path / "none.arrow", short))
+    only_long = str(write_samples(tmp_path / "only_long.arrow", [*short, ([5] * 60, [-100] + [5] * 59)]))
+    for *paths, options in (
+        (none, {}),
+        (inputs["data_path"], none, {}),
+        (only_long, dict(max_tokens_per_gpu=40, drop_overlong=True)),
+        (only_long, dict(subset="2", seed=0)),
     ):
-        message = train_refused(world, inputs, tmp_path / "run", **change)
-        assert re.search(
-            f"--data-path {change['data_path'][-1]}: its (\\d+ kept )?samples have no trained tokens", message
-        )
+        message = train_refused(world, inputs, tmp_path / "run", data_path=tuple(paths), **options)
+        assert re.search(f"--data-path {paths[-1]}: its (\\d+ kept )?samples have no trained tokens", message)
     assert not (tmp_path / "run" / "training_params.json").exists()
 
 
@@ -100,7 +94,7 @@ def test_balanced_weights_are_scikit_learns_of_the_samples_that_are_drawn(of_tok
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_multi_label_counts_are_those_of_the_kept_rows(tmp_path):
+def test_multi_label_counts_are_those_of_the_kept_rows_and_weights_have_to_train_some_class(tmp_path):
     model = save_classifier(CLASSIFIERS["bert"], tmp_path / "model", num_labels=4)
     given = dict(label_type="multi", num_labels=4)
     samples = make_class_samples(30, **given)
@@ -108,9 +102,6 @@ def test_multi_label_counts_are_those_of_the_kept_rows(tmp_path):
     data.take_subset(9, seed=1)
     counts, num_targets = data.count_labels()
     assert counts.tolist() == np.sum([samples[row][1] for row in data.kept], axis=0).tolist() and num_targets == 9
-
-
-def test_class_weights_under_which_nothing_is_trained_are_refused():
     task = DataTask("sequence-classification", "single", ("a", "b"), 2)
     with pytest.raises(ValueError, match=r"--class-weights 0 1: every class in the data has weight 0"):
         choose_class_weights(("0", "1"), task, lambda: (np.array([5.0, 0.0]), 5))
@@ -129,12 +120,9 @@ def test_a_part_of_which_one_token_changed_is_not_joined(tmp_path):
 
 # YAML.
 
-LAUGHS = "a: &a [x, x]\n" + "".join(
-    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdef", "bcdefg", strict=True)
-)
-MERGES = "a: &a {k: 1}\n" + "".join(
-    f"{b}: &{b}\n  <<: [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdef", "bcdefg", strict=True)
-)
+TENFOLD = [(b, f"[{', '.join([f'*{a}'] * 10)}]") for a, b in pairwise("abcdefg")]
+LAUGHS = "a: &a [x, x]\n" + "".join(f"{name}: &{name} {value}\n" for name, value in TENFOLD)
+MERGES = "a: &a {k: 1}\n" + "".join(f"{name}: &{name}\n  <<: {value}\n" for name, value in TENFOLD)
 BAD_YAML = [
     ("seed: 1\n? [a, b]\n: 3\n", "line 2: .*key is a list"),
     ("? {a: b}\n: 3\n", "line 1: .*key is a mapping"),
@@ -232,7 +220,7 @@ def two_steps(inputs, world, tmp_path_factory) -> Path:
     return output_dir
 
 
-DAMAGED = list(itertools.product(("manifest.json", "state.json", "training_params.json"), ("[]", "3", "{", DEEP)))
+DAMAGED = product(("manifest.json", "state.json", "training_params.json"), ("[]", "3", "{", DEEP))
 ALWAYS = [("manifest.json", "{"), ("manifest.json", DEEP), ("state.json", "[]"), ("training_params.json", "[]")]
 
 
@@ -247,9 +235,9 @@ def test_damaged_json_of_a_checkpoint_or_its_run(text, name, two_steps, inputs, 
     assert (tmp_path / "run" / "checkpoints" / "damaged_step_2").is_dir() == (not name.startswith("tr"))
 
 
-def test_links_in_place_of_checkpoints_are_refused_and_never_followed(inputs, world, tmp_path):
+def test_links_in_place_of_checkpoints_are_refused_and_never_followed(two_steps, inputs, world, tmp_path):
     given = OPTIONS | inputs | dict(output_dir=str(tmp_path / "run"))
-    train_here(world, **given, max_steps=2)
+    shutil.copytree(two_steps, tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_2"
     shutil.move(checkpoint, tmp_path / "elsewhere")
     checkpoint.symlink_to(tmp_path / "elsewhere")
@@ -276,9 +264,8 @@ def test_links_are_removed_and_what_they_lead_to_stays(tmp_path):
 def test_parts_of_killed_processes_are_removed_and_those_of_others_stay(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
-    here, elsewhere, other = (f".{name}" for name in (f"data[1].arrow.{HOST}", "data[1].arrow.n2", f"other.{HOST}"))
-    names = [f"{here}.{pid}.part" for pid in (gone.pid, os.getppid(), "x")]
-    names += [f"{elsewhere}.{gone.pid}.part", f"{other}.{gone.pid}.part"]
+    names = [f".data[1].arrow.{HOST}.{pid}.part" for pid in (gone.pid, os.getppid(), "x")]
+    names += [f".data[1].arrow.n2.{gone.pid}.part", f".other.{HOST}.{gone.pid}.part"]
     for name in names:
         (tmp_path / name).touch()
     with written_aside(tmp_path / "data[1].arrow") as (aside,):
@@ -332,24 +319,21 @@ def test_names_and_shards_are_found_as_by_looking_through_all():
     for name in params:
         naive = [saved.split("/")[1] for saved in names if saved.endswith(f"/{name}")]
         assert found[name] == naive
-    for size in (0, 1, 5, 8, 13):
-        for num_shards in (1, 2, 3, 8):
-            for start in range(size):
-                for length in range(1, size - start + 1):
-                    shards = find_shards({"dim": 0, "shape": [size]}, num_shards, [start], [length])
-                    ranges = [chunk_range(size, shard, num_shards) for shard in range(num_shards)]
-                    naive = [i for i, (low, high) in enumerate(ranges) if max(low, start) < min(high, start + length)]
-                    assert [i for i in shards if ranges[i][0] < ranges[i][1]] == naive
+    for size, num_shards in product((0, 1, 5, 8, 13), (1, 2, 3, 8)):
+        for start, end in combinations(range(size + 1), 2):
+            shards = find_shards({"dim": 0, "shape": [size]}, num_shards, [start], [end - start])
+            ranges = [chunk_range(size, shard, num_shards) for shard in range(num_shards)]
+            naive = [i for i, (low, high) in enumerate(ranges) if max(low, start) < min(high, end)]
+            assert [i for i in shards if ranges[i][0] < ranges[i][1]] == naive
 
 
 def test_modules_beside_the_chosen_ones():
     model = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"b": torch.nn.Linear(1, 1)}), "ab": torch.nn.Linear(1, 1)})
     model["c"] = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-    names = [name for name, _ in model.named_modules() if name]
+    names = [f"{name}." for name, _ in model.named_modules() if name]
     for chosen in (["a.b"], ["a"], ["ab", "c.1"], []):
-        naive = [
-            n for n in names if not any(f"{c}.".startswith(f"{n}.") or f"{n}.".startswith(f"{c}.") for c in chosen)
-        ]
+        given = [f"{name}." for name in chosen]
+        naive = [name[:-1] for name in names if not any(c.startswith(name) or name.startswith(c) for c in given)]
         assert list_others(model, chosen) == naive
 
 
@@ -372,9 +356,8 @@ def test_a_directory_that_is_moved_or_removed_ends_the_run_and_is_not_made_anew(
         job.wait_until_gone()
     finally:
         job.kill()
-    allowed = [f"moved to {tmp_path / 'elsewhere'}"]
-    if how == "removed":  # the run may look before it is
-        allowed.append("removed")
+    # A run may look before its directory is removed.
+    allowed = [f"moved to {tmp_path / 'elsewhere'}", *(["removed"] if how == "removed" else [])]
     log = job.log.read_text()
     errors = [line for line in log.splitlines() if line.startswith(f"error: --output-dir {output_dir} ")]
     assert any(what in line for what in allowed for line in errors)

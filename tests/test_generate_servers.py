@@ -32,6 +32,7 @@ from mini_trainer.options.tools import EngineOptions, GenerateOptions, SamplingO
 from mini_trainer.tools.server_requests import read_parameters
 from mini_trainer.use.inference import openai_engine
 from mini_trainer.use.inference.engine import Engine, Request, open_engine
+from mini_trainer.use.inference.loading import find_answering_model
 from mini_trainer.use.inference.terminal import chat
 
 
@@ -44,8 +45,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def prompts(tmp_path) -> str:
     rows = [{"question": f"q{i}"} for i in range(9)] + [{"prompt": "go on"}]
-    write_jsonl(tmp_path / "prompts.jsonl", rows)
-    return str(tmp_path / "prompts.jsonl")
+    return str(write_jsonl(tmp_path / "prompts.jsonl", rows))
 
 
 def connect(server: Server) -> Engine:
@@ -106,21 +106,16 @@ def test_sampling_and_the_key_are_sent_and_every_answer_has_its_seed(server, pro
 
 
 CALL = {"id": "abc123def", "type": "function", "function": {"name": "add", "arguments": {"terms": "2, 3"}}}
-ROWS = [
-    [{"role": "user", "content": "How many?"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}],
-    [
-        {"role": "user", "content": "How many?"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "content": "5", "tool_call_id": "abc123def", "name": "add"},
-    ],
-]
+ASKED = [{"role": "user", "content": "How many are 12 and 30?"}]
+CALLED = [{"role": "assistant", "content": None, "tool_calls": [CALL]},
+          {"role": "tool", "content": "5", "tool_call_id": "abc123def", "name": "add"}]  # fmt: skip
 
 
 def test_a_server_is_sent_what_the_template_is_given_here(server, world, tmp_path):
     """Servers read a call's JSON text into an object: rendered so, what is sent is what a row has up to the answer."""
     tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
-    answered = [[*messages, {"role": "assistant", "content": "Five."}] for messages in ROWS]
+    chats = ASKED, [{"role": "system", "content": "Be brief."}, *ASKED], [*ASKED, *CALLED]
+    answered = [[*messages, {"role": "assistant", "content": "Five."}] for messages in chats]
     rows = [{"messages": messages, "tools": tools} for messages in answered]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     run(world, server, str(tmp_path / "rows.jsonl"), tmp_path / "answers.jsonl", concurrency=1)
@@ -133,16 +128,6 @@ def test_a_server_is_sent_what_the_template_is_given_here(server, world, tmp_pat
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         prompt = tokenizer.apply_chat_template(sent["messages"], tools=sent["tools"], add_generation_prompt=True)
         assert prompt["input_ids"] == row.input_ids[: row.spans[-1].start]
-
-
-def test_what_a_server_refuses_is_told_and_what_was_answered_before_is_kept(server, prompts, world, tmp_path):
-    server.refuses = "no such model"
-    with pytest.raises(ValueError, match=rf"--model m: refused \(400\): .*{server.refuses}"):
-        run(world, server, prompts, tmp_path / "answers.jsonl")
-    server.refuses = None
-    (tmp_path / "answers.jsonl.part0").write_text("")
-    lines = run(world, server, prompts, tmp_path / "answers.jsonl")
-    assert len(lines) == 10
 
 
 NO_MESSAGES = [
@@ -167,22 +152,12 @@ def test_an_answer_that_is_none_names_the_server(text, server, prompts, world, t
         run(world, server, prompts, tmp_path / "answers.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("text", "breaks_off"),
-    [
-        ('data: {"choices": [{"delta": {"content": 7}}]}', False),
-        ("data: no JSON", False),
-        ("data: [7]", False),
-        ("data: " + "[" * 9**6, False),
-        ('data: {"choices": [{"delta": {"content": "\\ud83d"}}]}', False),
-        ('data: {"choices": [{"delta": {"content": "seven"}}]}', True),
-    ],
-)
-def test_a_stream_that_is_none_or_breaks_off_names_the_server(text, breaks_off, server):
-    server.says, server.breaks_off = ("text/event-stream", f"{text}\n\n"), breaks_off
-    engine = connect(server)
-    with pytest.raises(ValueError, match=rf"--base-url {server.url}, --model m: .*interrupted: "):
-        list(engine.stream(Prompt(row={}, place="here", messages=[{"role": "user", "content": "hi"}])))
+def test_a_stream_that_is_none_or_breaks_off_names_the_server(server):
+    deltas = [f'{{"choices": [{{"delta": {{"content": {content}}}}}]}}' for content in ("7", r'"\ud83d"', '"seven"')]
+    for text in ("no JSON", "[7]", "[" * 9**6, *deltas):
+        server.says, server.breaks_off = ("text/event-stream", f"data: {text}\n\n"), "seven" in text
+        with pytest.raises(ValueError, match=rf"--base-url {server.url}, --model m: .*interrupted: "):
+            list(connect(server).stream(Prompt(row={}, place="here", messages=ASKED)))
 
 
 def test_prompts_go_to_another_host_than_the_one_that_was_named(server, prompts, world, tmp_path):
@@ -242,17 +217,15 @@ def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tm
     output = tmp_path / "answers.jsonl"
     address = server.url.replace("http://", "http://someone:p%40ss-w0rd@")
     given = dict(base_url=address, api_key_env="MY_LOGIN", model="m")
-    server.refuses = (
-        "not with k3y, nor p@ss-w0rd or p%40ss-w0rd, nor Basic c29tZW9uZTpwQHNzLXcwcmQ=, "
-        "at http://someone:p%40ss-w0rd@host?access_token=abc&x=1"
-    )
+    server.refuses = ("not with k3y, nor p@ss-w0rd or p%40ss-w0rd, nor Basic c29tZW9uZTpwQHNzLXcwcmQ=, at "
+                      "http://someone:p%40ss-w0rd@host?access_token=abc&x=1")  # fmt: skip
     with pytest.raises(ValueError, match=r"refused \(400\)") as caught:
         run(world, server, prompts, output, **given)
     told = str(caught.value)
     expected = "not with ***, nor *** or ***, nor Basic ***, at http://***@host?access_token=***&x=1"
     assert server.url in told and expected in told
     server.refuses = None
-    (tmp_path / "answers.jsonl.part0").unlink(missing_ok=True)
+    (tmp_path / "answers.jsonl.part0").write_text("")
     assert run(world, server, prompts, output, **given)[0]["made_by"]["base_url"] == server.url
     assert {body["key"] for _, body in server.asked} == {"Basic c29tZW9uZTpwQHNzLXcwcmQ="}  # as httpx sends it
     nobody = server.url.replace(str(server.server_port), "9").replace("http://", "http://someone:p%40ss-w0rd@")
@@ -263,9 +236,14 @@ def test_what_lets_us_in_is_in_no_file_and_no_message(server, prompts, world, tm
         assert not any(secret in text for secret in ("k3y", "w0rd", "someone", "c29tZW9uZ"))
 
 
-def test_an_answer_cannot_drive_the_terminal(server, monkeypatch, capsys):
-    typed = iter(["a \x1b]0;title\x07 b \x1b[2J\u202eend", "/\x1b[31m", "/exit"])
+def type_in(monkeypatch, *lines: str) -> Iterator[str]:
+    typed = iter(lines)
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    return typed
+
+
+def test_an_answer_cannot_drive_the_terminal(server, monkeypatch, capsys):
+    type_in(monkeypatch, "a \x1b]0;title\x07 b \x1b[2J\u202eend", "/\x1b[31m", "/exit")
     chat(connect(server))
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "\u202e" not in out
@@ -277,16 +255,16 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(server, monkeypatch, capsys):
         yield "half"
         raise KeyboardInterrupt
 
-    typed, engine = iter(["hello", "/help", "/exit"]), connect(server)
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    engine = connect(server)
+    type_in(monkeypatch, "hello", "/help", "/exit")
     monkeypatch.setattr(engine, "stream", stream)
     chat(engine)
     assert "/system TEXT" in capsys.readouterr().out.split("half (interrupted)")[1]
 
 
 def test_a_servers_answer_streams_into_a_chat(server, monkeypatch, capsys):
-    typed = iter(["/system be brief", "hello there", "again", "/reset", "new", "/nonsense", "/help", "/exit", "never"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    words = ("/system be brief", "hello there", "again", "/reset", "new", "/nonsense", "/help", "/exit", "never")
+    typed = type_in(monkeypatch, *words)
     chat(connect(server))
     out = capsys.readouterr().out
     assert "HELLO THERE" in out and "AGAIN" in out and "/nonsense" in out
@@ -342,40 +320,32 @@ def test_answers_of_vllm_are_written_as_they_are_completed(prompts, world, tmp_p
     assert len(asked.prompts) - num_asked == len(whole) - 4
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (("max_modellen=512",), "max_modellen: vLLM 0 has no such engine argument; did you mean max_model_len"),
-        (("dtype=float32",), "--engine-args dtype: is set by --dtype"),
-        (("model=x",), "--engine-args model: is set by --model"),
-    ],
-)
-def test_arguments_of_vllm_are_checked_by_its_own_names(given, said, prompts, world, tmp_path, monkeypatch, model):
+def test_arguments_of_vllm_are_checked_by_its_own_names(prompts, world, tmp_path, monkeypatch, model):
     install_vllm(monkeypatch)
-    with pytest.raises(ValueError, match=said):
-        run_vllm(world, model, prompts, tmp_path / "answers.jsonl", engine_args=given)
+    wrong = {"max_modellen=512": "max_modellen: vLLM 0 has no such engine argument; did you mean max_model_len",
+             "dtype=float32": "--engine-args dtype: is set by --dtype",
+             "model=x": "--engine-args model: is set by --model"}  # fmt: skip
+    for given, said in wrong.items():
+        with pytest.raises(ValueError, match=said):
+            run_vllm(world, model, prompts, tmp_path / "answers.jsonl", engine_args=(given,))
 
 
 def test_a_prompt_beyond_vllms_context_is_refused_and_the_others_are_answered(world, tmp_path, monkeypatch, model):
     asked = install_vllm(monkeypatch)
-    rows = [{"prompt": "a b c d e f g h"}, {"prompt": "a b"}]
-    prompts = str(write_jsonl(tmp_path / "prompts.jsonl", rows))
+    prompts = str(write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a b c d e f g h"}, {"prompt": "a b"}]))
     lines = run_vllm(world, model, prompts, tmp_path / "answers.jsonl", engine_args=("max_model_len=8",))
     assert [line["finish_reason"] for line in lines] == ["refused", "length"]
     assert "model's context of 8 " in lines[0]["reason"] and len(asked.prompts) == 1
 
 
 def test_a_streamed_answer_is_that_of_generate_and_what_is_closed_computes_no_more(world, tmp_path):
-    from mini_trainer.use.inference.loading import find_answering_model
-
     path = save_tokenizer(save_model(FAMILIES["llama"], tmp_path / "model"))
     found = find_answering_model(str(path))
     engine = open_engine(found, str(path), EngineOptions(), SamplingOptions(max_new_tokens=20), device=world.device)
-    prompt = Prompt(row={}, messages=[{"role": "user", "content": "Who are you?"}])
+    prompt = Prompt(row={}, messages=ASKED)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    given = tokenizer.apply_chat_template(
-        prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    how = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    given = tokenizer.apply_chat_template(prompt.messages, **how)
     ids = model.generate(**given, do_sample=False, max_new_tokens=20)[0, given["input_ids"].shape[1] :]
     assert "".join(engine.stream(prompt)) == tokenizer.decode(ids, skip_special_tokens=True)
     before = threading.active_count()
@@ -386,7 +356,6 @@ def test_a_streamed_answer_is_that_of_generate_and_what_is_closed_computes_no_mo
 
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
-ASKED = [{"role": "user", "content": "How many are 12 and 30?"}]
 THOUGHT = "They ask for a sum."
 SUM_CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"terms": [12, 30], "é": "ü"}}}
 SENT_CALL = SUM_CALL | {"function": {"name": "add", "arguments": '{"terms": [12, 30], "é": "ü"}'}}
@@ -404,10 +373,8 @@ TEMPLATE = (
 def respond(message: dict, *, model: str = "m", fingerprint: str | None = None, finish: str = "stop") -> dict:
     """A response, by the client's own types."""
     choice = {"index": 0, "finish_reason": finish, "logprobs": None, "message": {"role": "assistant"} | message}
-    completion = ChatCompletion.model_validate(
-        dict(id="1", created=1, object="chat.completion", model=model, choices=[choice], system_fingerprint=fingerprint)
-    )
-    return completion.model_dump(mode="json")
+    completion = dict(id="1", created=1, object="chat.completion", model=model, choices=[choice])
+    return ChatCompletion.model_validate(completion | {"system_fingerprint": fingerprint}).model_dump(mode="json")
 
 
 def ask_twice(world, server: Server, folder: Path) -> list[dict]:
@@ -459,12 +426,9 @@ def test_arguments_that_are_no_json_stay_text(server, world, tmp_path):
 
 def test_a_stream_shows_reasoning_and_calls(server):
     parts = [{"name": "add", "arguments": '{"a"'}, {"arguments": ": 1}"}]
-    server.deltas = [
-        {"role": "assistant", "content": ""},
-        *({name: text} for name, text in (("reasoning_content", "Let "), ("reasoning", "me."))),
-        *({"content": text} for text in ("It is ", "42.")),
-        *({"tool_calls": [{"index": 0, "function": part}]} for part in parts),
-    ]
+    calls = [{"tool_calls": [{"index": 0, "function": part}]} for part in parts]
+    server.deltas = [{"role": "assistant", "content": ""}, {"reasoning_content": "Let "}, {"reasoning": "me."},
+                     {"content": "It is "}, {"content": "42."}, *calls]  # fmt: skip
     engine = connect(server)
     text = "".join(engine.stream(Prompt(row={}, messages=ASKED)))
     assert text == '<think>\nLet me.\n</think>\n\nIt is 42.\n{"name": "add", "arguments": {"a": 1}}'

@@ -122,17 +122,10 @@ def test_axolotls_file_becomes_two_that_the_scripts_take(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            LLAMA_FACTORY,
-            dict(lora=True, lora_rank=8, batch_size=8, max_tokens_per_gpu=4096, max_epochs=3, adam_beta2=0.999,
-                 checkpoint_every_steps=500, lr_scheduler="cosine", learning_rate=1e-4),
-        ),
-        (
-            TRL,
-            dict(lora=True, lora_rank=16, lora_alpha=32, lora_dropout=0.05, lora_target_modules=("q_proj", "v_proj"),
-                 batch_size=8, max_tokens_per_gpu=8192, max_epochs=3, adam_beta2=0.999, lr_scheduler="linear",
-                 learning_rate=2e-5),
-        ),
+        (LLAMA_FACTORY, dict(lora_rank=8, max_tokens_per_gpu=4096, checkpoint_every_steps=500, lr_scheduler="cosine",
+                             learning_rate=1e-4)),
+        (TRL, dict(lora_rank=16, lora_alpha=32, lora_dropout=0.05, lora_target_modules=("q_proj", "v_proj"),
+                   max_tokens_per_gpu=8192, lr_scheduler="linear", learning_rate=2e-5)),
     ],
 )  # fmt: skip
 def test_what_is_left_out_keeps_the_other_trainers_default(text, expected, tmp_path):
@@ -140,7 +133,7 @@ def test_what_is_left_out_keeps_the_other_trainers_default(text, expected, tmp_p
     assert done.returncode == 0, done.stderr
     assert "  default of " in done.stdout
     train, data = read_options(tmp_path)
-    assert train.items() >= expected.items()
+    assert train.items() >= (expected | dict(lora=True, batch_size=8, max_epochs=3, adam_beta2=0.999)).items()
     is_named = "dataset_name" in text
     assert ("# input_file: required\n" in (tmp_path / "data.yaml").read_text()) == (not is_named)
     assert data["input_dataset"] == ("trl-lib/Capybara" if is_named else None)
@@ -216,13 +209,11 @@ def test_smoothing_has_a_counterpart_noise_has_none_and_0_is_neither(trainer):
         convert(given | {"neftune_noise_alpha": 5}, trainer, num_gpus=1)
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", '{"a": 7}', '{"a": {"file_name": 7}}', '{"a": {"columns": {"prompt": [1]}}}']
-)
-def test_a_list_of_data_sets_that_is_none_is_told(content, tmp_path):
-    (tmp_path / "dataset_info.json").write_text(content)
-    with pytest.raises(ValueError, match="dataset: "):
-        convert(dict(dataset="a", dataset_dir=str(tmp_path)), "llama-factory", num_gpus=1)
+def test_a_list_of_data_sets_that_is_none_is_told(tmp_path):
+    for content in ("{", "[]", '{"a": 7}', '{"a": {"file_name": 7}}', '{"a": {"columns": {"prompt": [1]}}}'):
+        (tmp_path / "dataset_info.json").write_text(content)
+        with pytest.raises(ValueError, match="dataset: "):
+            convert(dict(dataset="a", dataset_dir=str(tmp_path)), "llama-factory", num_gpus=1)
 
 
 @pytest.mark.parametrize(
@@ -242,66 +233,24 @@ def test_columns_of_other_names_are_named(entry, expected, tmp_path):
     assert to.sources[0].items() >= (expected | {"input_file": files}).items()
 
 
-@pytest.mark.parametrize(
-    ("trainer", "given", "told"),
-    [
-        ("axolotl", dict(deepspeed="zero3.json"), "FSDP2 always shards"),
-        ("trl", dict(lr_scheduler_kwargs={"num_cycles": 2}), "no counterpart: num_cycles"),
-        ("llama-factory", dict(dataset="identity"), "give its file as input_file"),
-        ("axolotl", dict(datasets=[dict(path="c.jsonl", type="alpaca", shards=2)]), "keys shards"),
-        ("axolotl", dict(load_in_8bit=True, adapter="lora"), "8-bit base models"),
-        ("axolotl", dict(mystery=3), "no counterpart"),
-    ],
-)
-def test_what_has_no_counterpart_becomes_a_comment(trainer, given, told):
-    to = convert(given, trainer, num_gpus=1)
-    key = next(iter(given))
-    assert told in to.told[key] and key in to.noted
-    assert not {"cpu_offload", "min_lr_ratio", "base_quantization"} & to.train.keys()
+def test_what_is_off_or_so_anyway_is_not_mentioned():
+    off = dict(load_in_8bit=False, fp16=None, tensor_parallel_size=1, strict=False, trust_remote_code=False)
+    anyway = dict(shuffle_dataset=True, assistant_only_loss=True, do_train=True, lora_task_type="CAUSAL_LM")
+    assert not off.keys() & convert(off, "axolotl", num_gpus=1).told.keys()
+    assert not anyway.keys() & convert(anyway, "trl", num_gpus=1).told.keys()
 
 
-@pytest.mark.parametrize(
-    ("trainer", "given"),
-    [
-        ("axolotl", dict(load_in_8bit=False, fp16=None, tensor_parallel_size=1, strict=False, trust_remote_code=False)),
-        ("trl", dict(shuffle_dataset=True, assistant_only_loss=True, do_train=True, lora_task_type="CAUSAL_LM")),
-    ],
-)
-def test_what_is_off_or_so_anyway_is_not_mentioned(trainer, given):
-    assert not given.keys() & convert(given, trainer, num_gpus=1).told.keys()
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "reason"),
-    [
-        *(("- 1", (), "got list"), ("a: [", (), "valid YAML"), ("nothing: 1", (), "--trainer")),
-        (AXOLOTL, ("--num-gpus", "0"), "--num-gpus 0"),
-    ],
-)
-def test_what_cannot_be_read_gets_one_message(text, words, reason, tmp_path):
-    done = run_import(tmp_path, text, *words)
-    assert done.returncode == 2 and reason in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "train.yaml").exists()
-
-
-def test_files_that_are_there_stay(tmp_path):
+def test_what_cannot_be_read_gets_one_message_and_files_that_are_there_stay(tmp_path):
     """Also one that is no text."""
+    for text, words, reason in (("- 1", (), "got list"), ("a: [", (), "valid YAML"), ("nothing: 1", (), "--trainer"),
+                                (AXOLOTL, ("--num-gpus", "0"), "--num-gpus 0")):  # fmt: skip
+        done = run_import(tmp_path, text, *words)
+        assert done.returncode == 2 and reason in done.stderr and "Traceback" not in done.stderr
+        assert not (tmp_path / "train.yaml").exists()
     (tmp_path / "train.yaml").write_bytes(b"mine \xff")
     done = run_import(tmp_path, TRL)
     assert done.returncode == 2 and f"{tmp_path}/train.yaml: already exists" in done.stderr
     assert (tmp_path / "train.yaml").read_bytes() == b"mine \xff" and not (tmp_path / "data.yaml").exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        (dict(model="m", train_dataset="a.yaml", peft_config={}, cutoff_len=2), "LLaMA-Factory v1"),
-        (dict(base_model="m", a=1, b=2, c=3), "--trainer"),
-    ],
-)
-def test_files_of_other_trainers_are_refused_by_name(given, reason):
-    with pytest.raises(ValueError, match=reason):
-        recognize(given)
 
 
 CHATS = [dict(path="c.jsonl", type="chat_template")]
@@ -318,7 +267,7 @@ CHATS = [dict(path="c.jsonl", type="chat_template")]
         ("axolotl", dict(datasets=CHATS, train_on_inputs=True), "train_on_inputs: "),
         ("axolotl", dict(datasets=CHATS, plugins=["axolotl.integrations.kd.KDPlugin"]),
          r"plugins: axolotl\.integrations\.kd\.KDPlugin: "),
-        ("axolotl", dict(processor_type="AutoProcessor", datasets=[dict(path="a/b", type="chat_template")]),
+        ("axolotl", dict(processor_type="AutoProcessor", datasets=CHATS),
          "processor_type: rows with images are not translated"),
         ("axolotl", dict(adapter="lora", peft_init_lora_weights="pissa", datasets=CHATS), "'pissa': "),
         ("axolotl", dict(datasets=CHATS, my_loss="mine"), "my_loss: decides what is learned"),
@@ -406,8 +355,7 @@ def test_every_data_set_keeps_its_type_its_split_and_its_place():
 
 def test_batches_of_packs_become_tokens_as_many_as_full_packs_hold():
     given = dict(base_model="m", sequence_len=2048, sample_packing=True, micro_batch_size=2, num_epochs=1.5)
-    to = convert(given | dict(gradient_accumulation_steps=4, datasets=[dict(path="a.jsonl", type="chat_template")]),
-                 "axolotl", num_gpus=1)  # fmt: skip
+    to = convert(given | dict(gradient_accumulation_steps=4, datasets=CHATS), "axolotl", num_gpus=1)
     assert to.train["batch_tokens"] == 8 * 2048 and "batch_size" not in to.train
     assert "8 full packs of 2,048 tokens have (2 x 4 x 1 GPUs)" in to.told["batch_tokens"]
     assert to.train["max_epochs"] == 2 and to.noted >= {"batch_tokens", "num_epochs"}
@@ -464,14 +412,13 @@ def test_preferences_have_their_loss_and_its_numbers(trainer, given, train):
 @pytest.mark.parametrize(
     ("trainer", "given"),
     [
-        *((f"trl-{name}", dict(per_device_train_batch_size=2, max_length=128)) for name in ("dpo", "kto", "reward")),
-        *(("llama-factory", dict(stage=stage, per_device_train_batch_size=2, cutoff_len=128))
-          for stage in ("dpo", "kto", "rm")),
-        *(("axolotl", key | dict(micro_batch_size=2, sequence_len=128))
-          for key in (dict(rl="dpo"), dict(rl="kto"), dict(reward_model=True))),
+        *((f"trl-{name}", dict(max_length=128)) for name in ("dpo", "kto", "reward")),
+        *(("llama-factory", dict(stage=stage, cutoff_len=128)) for stage in ("dpo", "kto", "rm")),
+        *(("axolotl", key | dict(sequence_len=128)) for key in (DPO, dict(rl="kto"), dict(reward_model=True))),
     ],
-)  # fmt: skip
+)
 def test_rows_are_pairs_and_both_sequences_of_one_fit(trainer, given):
+    given = given | {"micro_batch_size" if trainer == "axolotl" else "per_device_train_batch_size": 2}
     to = convert(given | dict(gradient_accumulation_steps=4, packing=True, sample_packing=True), trainer, num_gpus=8)
     assert to.train["batch_size"] == 2 * 4 * 8 and "batch_tokens" not in to.train
     assert to.train["max_tokens_per_gpu"] == 2 * 2 * 128 and to.sources[0]["max_sample_num_tokens"] == 2 * 128
@@ -488,11 +435,19 @@ def test_rows_are_pairs_and_both_sequences_of_one_fit(trainer, given):
         ("llama-factory", dict(stage="dpo", pref_ftx=0.1), "pref_ftx", "each answer's mean"),
         ("llama-factory", dict(stage="dpo", adapter_name_or_path="a"), "adapter_name_or_path", "without it"),
         ("trl", {}, "assistant_only_loss", "there whole chats"),
+        # What has no counterpart.
+        ("axolotl", dict(deepspeed="zero3.json"), "deepspeed", "FSDP2 always shards"),
+        ("trl", dict(lr_scheduler_kwargs={"num_cycles": 2}), "lr_scheduler_kwargs", "no counterpart: num_cycles"),
+        ("llama-factory", dict(dataset="identity"), "dataset", "give its file as input_file"),
+        ("axolotl", dict(datasets=[dict(path="c.jsonl", type="alpaca", shards=2)]), "datasets", "keys shards"),
+        ("axolotl", dict(load_in_8bit=True, adapter="lora"), "load_in_8bit", "8-bit base models"),
+        ("axolotl", dict(mystery=3), "mystery", "no counterpart"),
     ],
 )
-def test_preferences_differ_where_they_do(trainer, given, key, told):
+def test_what_differs_there_or_has_no_counterpart_becomes_a_comment(trainer, given, key, told):
     to = convert(given, trainer, num_gpus=1)
     assert told in to.told[key] and key in to.noted
+    assert not {"cpu_offload", "min_lr_ratio", "base_quantization"} & to.train.keys()
 
 
 @pytest.mark.parametrize(
@@ -514,13 +469,10 @@ def test_preferences_differ_where_they_do(trainer, given, key, told):
 )  # fmt: skip
 def test_axolotls_types_of_preferences(rl, kind, expected):
     given = dict(datasets=[dict(path="a.jsonl") | kind]) | (dict(rl=rl) if rl else dict(reward_model=True))
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            convert(given, "axolotl", num_gpus=1)
-        return
-    (source,) = convert(given, "axolotl", num_gpus=1).sources
-    fields = {name: value for name, value in source.items() if name in ("columns", "chat_template")}
-    assert fields == expected and source["input_file"] == ("a.jsonl",)
+    with pytest.raises(ValueError, match=expected) if isinstance(expected, str) else nullcontext():
+        (source,) = convert(given, "axolotl", num_gpus=1).sources
+        fields = {name: value for name, value in source.items() if name in ("columns", "chat_template")}
+        assert fields == expected and source["input_file"] == ("a.jsonl",)
 
 
 SHARED_TURNS = dict(formatting="sharegpt", ranking=True)
@@ -548,12 +500,9 @@ ANSWERS = dict(chosen="chosen", rejected="rejected")
 def test_llama_factorys_columns_of_preferences(stage, entry, expected, tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps({"a": dict(file_name="a.json") | entry}))
     given = dict(stage=stage, dataset="a", dataset_dir=str(tmp_path))
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            convert(given, "llama-factory", num_gpus=1)
-        return
-    (source,) = convert(given, "llama-factory", num_gpus=1).sources
-    assert {name: value for name, value in source.items() if name == "columns"} == expected
+    with pytest.raises(ValueError, match=expected) if isinstance(expected, str) else nullcontext():
+        (source,) = convert(given, "llama-factory", num_gpus=1).sources
+        assert {name: value for name, value in source.items() if name == "columns"} == expected
 
 
 IN_COMMON = dict(model_name_or_path="m", dataset_name="d", output_dir="o", max_length=64, learning_rate=1e-6)
@@ -580,6 +529,13 @@ def test_trls_trainers_are_told_apart_by_their_keys_values_and_files_names(given
     place = () if path is None else (Path(path),)
     with nullcontext() if expected.startswith("trl") else pytest.raises(ValueError, match=expected):
         assert recognize(IN_COMMON | given, *place) == expected
+
+
+def test_files_of_other_trainers_are_refused_by_name():
+    with pytest.raises(ValueError, match="LLaMA-Factory v1"):
+        recognize(dict(model="m", train_dataset="a.yaml", peft_config={}, cutoff_len=2))
+    with pytest.raises(ValueError, match="--trainer"):
+        recognize(dict(base_model="m", a=1, b=2, c=3))
 
 
 @pytest.mark.parametrize(
@@ -610,9 +566,8 @@ def test_losses_without_a_reference_are_those_of_trls_own_code(given):
 
 @pytest.mark.long
 def test_the_scripts_train_what_was_written(model, tmp_path):
-    given = dict(dataset_name="trl-lib/pairs", beta=0.2, loss_type=["sigmoid", "sft"], max_length=64, output_dir="run",
-                 per_device_train_batch_size=4, max_steps=2, learning_rate=1e-3,
-                 model_name_or_path=str(model))  # fmt: skip
+    given = IN_COMMON | dict(dataset_name="trl-lib/pairs", beta=0.2, loss_type=["sigmoid", "sft"], max_steps=2,
+                             per_device_train_batch_size=4, model_name_or_path=str(model))  # fmt: skip
     rows = [{"prompt": f"{i} + {i} = ", "chosen": f"{2 * i}", "rejected": "a cat"} for i in range(8)]
     place = write_jsonl(tmp_path / "rows.jsonl", rows)
     (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(given))

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -56,16 +57,13 @@ def said(content: object = None, **keys: object) -> dict:
 
 
 def on(channel: str, content: str, **keys: object) -> dict:
-    return {"role": "assistant", "channel": channel, "content": content, **keys}
+    return said(content, channel=channel, **keys)
 
 
-REASONED, CALLED = (
-    [USER, said("Five.", reasoning_content="Count.")],
-    [USER, said("", tool_calls=[CALL]), RESULT, ANSWER],
-)
+CALLED = [USER, said("", tool_calls=[CALL]), RESULT, ANSWER]
 SAME = {  # rows that say the same as the first of each list
     "reasoning": [
-        REASONED,
+        [USER, said("Five.", reasoning_content="Count.")],
         [USER, said("Five.", thinking="Count.")],
         [USER, said("Five.", reasoning="Count.", thinking="Count.")],
         [USER, said("<think>\nCount.\n</think>\n\nFive.")],
@@ -164,11 +162,9 @@ def test_a_prompt_s_messages_stay_untrained_where_its_answer_is_of_several_piece
         read_example({"prompt": [USER, answer[0]], "completion": answer[1:]}, "completion", is_given=False)
 
 
+TEXTS = st.sampled_from(["", "a", "final", "analysis", "functions.add", "{}"])
 ANSWERS = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 2)
-    | st.sampled_from(["", "a", "final", "analysis", "functions.add", "{}"]),
+    st.none() | st.booleans() | st.integers(-2, 2) | TEXTS,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["name", "type", "text"]), inner),
     max_leaves=4,
 )
@@ -187,31 +183,23 @@ def test_rows_of_any_values_are_read_or_refused_and_stay_as_they_are(messages):
 
 
 def test_an_answer_that_begins_with_a_call_keeps_the_prompt_of_its_pair():
-    calls = [{"role": "tool_call", "content": json.dumps(CALL["function"])}, RESULT]
-    in_form = [said("", tool_calls=[CALL]), RESULT]
-    pairs = [
-        {"prompt": [USER], "chosen": [*beginning, ANSWER], "rejected": [*beginning, said("Six.")]}
-        for beginning in (calls, in_form)
-    ]
+    beginnings = [{"role": "tool_call", "content": json.dumps(CALL["function"])}, RESULT], CALLED[1:3]
+    pairs = [{"prompt": [USER], "chosen": [*one, ANSWER], "rejected": [*one, said("Six.")]} for one in beginnings]
     first, second = (read_preference(pair, RowOptions(), Counter()) for pair in pairs)
     assert first.chosen.messages == second.chosen.messages and first.prompt == second.prompt
     continued, chunk = {"prompt": [USER, on("analysis", "A.")]}, Chunk("in.jsonl", 1, "json", [], b"", 0)
     answers = {name: [on("final", f"{name}.")] for name in ("chosen", "rejected")}
     with pytest.raises(ValueError, match="the prompt ends with an assistant's message"):
         read_preference(continued | answers, RowOptions(), Counter())
+    rated = continued | {"completion": answers["chosen"], "label": True}
     with pytest.raises(ValueError, match="the prompt ends with an assistant's message"):
-        rated = continued | {"completion": answers["chosen"], "label": True}
         read_feedback(rated, chunk, Counter(), options=RowOptions())
 
 
 def test_forms_of_a_row_fall_on_one_side():
-    inline, keyed = (
-        Chat([USER, one]) for one in (said("<think>A.</think>Five."), said("Five.", reasoning_content="A."))
-    )
-    assert list_said(inline) == list_said(keyed)
-    calls = {"tool_calls": [CALL]}
-    inline, keyed = (Chat([one]) for one in (said("<think>A.</think>", **calls), said(reasoning_content="A.", **calls)))
-    assert list_said(inline) == list_said(keyed)
+    for content, keys in ("Five.", {}), (None, {"tool_calls": [CALL]}):
+        inline, keyed = said(f"<think>A.</think>{content or ''}", **keys), said(content, reasoning_content="A.", **keys)
+        assert list_said(Chat([USER, inline])) == list_said(Chat([USER, keyed]))
 
 
 NULL = {"type": "function", "function": {"name": "add", "arguments": {"terms": ["2", {"n": None}]}}}
@@ -261,21 +249,14 @@ def test_every_doubt_can_be_refused_by_name_also_as_a_row_s_second():
         assert isinstance(mask(make_masker(QWEN3, refused=[kind]), row), ValueError)
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [USER, said("<think>\nCount.\n</think>\n\nFive.")],
-        [USER, said("Use the tag <thinker>, or a < b.")],
-        [USER, said("<think></think>Five.")],
-        [USER, {**said("<think>cut"), "train": False}, USER, ANSWER],
-        [{"role": "system", "content": "You are a helpful assistant."}, USER, ANSWER],
-        CALLED,
-        [USER, said("", tool_calls=[CALL, CALL]), RESULT, RESULT, ANSWER],
-    ],
-)
-def test_ordinary_rows_raise_no_doubt(messages):
-    for tool in (TOOL, TOOL["function"]):
-        assert kinds(mask(make_masker(QWEN3), {"messages": messages, "tools": [tool]})) == set()
+def test_ordinary_rows_raise_no_doubt():
+    texts = "<think>\nCount.\n</think>\n\nFive.", "Use the tag <thinker>, or a < b.", "<think></think>Five."
+    chats = [*([USER, said(text)] for text in texts), [USER, said("<think>cut", train=False), USER, ANSWER], CALLED,
+             [{"role": "system", "content": "You are a helpful assistant."}, USER, ANSWER],
+             [USER, said("", tool_calls=[CALL, CALL]), RESULT, RESULT, ANSWER]]  # fmt: skip
+    masker = make_masker(QWEN3)
+    for messages, tool in product(chats, (TOOL, TOOL["function"])):
+        assert kinds(mask(masker, {"messages": messages, "tools": [tool]})) == set(), messages
 
 
 def test_reasoning_before_calls_is_not_cut():
@@ -284,13 +265,11 @@ def test_reasoning_before_calls_is_not_cut():
 
 
 def test_markers_are_also_words_that_are_no_tokens():
-    template = (
-        "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + eos_token + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
-    )
+    template = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + eos_token + '\n' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
     linter = linting.Linter(make_tokenizer(template, ("<|im_end|>",)))
-    assert linter.find_markers(["So: ### assistant:\nfoo"]) == [Remark(linting.MARKERS, rendered="### assistant:")]
-    assert linter.find_markers(["So: ### user:\n"]) == [Remark(linting.MARKERS, rendered="### user:")]
+    for text, marker in ("So: ### assistant:\nfoo", "### assistant:"), ("So: ### user:\n", "### user:"):
+        assert linter.find_markers([text]) == [Remark(linting.MARKERS, rendered=marker)]
     assert linter.find_markers(["### A title", "an assistant: me"]) == []
     for text in (Completion("So: ", "<|im_end|>."), Document("So: <|im_end|>.")):
         (found,) = make_masker(QWEN3).mask([text])
@@ -310,7 +289,7 @@ def write_model(path: Path, template: str) -> Path:
     return path
 
 
-READS_ARGUMENTS = "{% if who %}{{ 'You are ' + who + '.' }}{% endif %}" + TEMPLATES[QWEN3][0]
+WHO = "{% if who %}{{ 'You are ' + who + '.' }}{% endif %}"
 
 
 def list_adversarial_rows() -> list[dict]:
@@ -331,7 +310,7 @@ def test_the_output_is_the_same_for_any_number_of_workers_and_parts(tmp_path, mo
     monkeypatch.setattr(preparing, "BYTES_PER_WORKER", 100)
     monkeypatch.setattr(files, "CHUNK_ROWS", 5)
     monkeypatch.setattr(files, "SECTION_BYTES", 2000)
-    model = write_model(tmp_path / "model", READS_ARGUMENTS)
+    model = write_model(tmp_path / "model", WHO + TEMPLATES[QWEN3][0])
     source = write_jsonl(tmp_path / "rows.jsonl", list_adversarial_rows())
 
     def read(folder: str, **options: object) -> dict[str, bytes]:
@@ -349,12 +328,12 @@ def test_the_output_is_the_same_for_any_number_of_workers_and_parts(tmp_path, mo
 
 def test_each_row_is_rendered_with_its_own_arguments():
     """The expected ids are transformers' own. With the argument `open`, only the last answer has a stop token."""
-    tokenizer = make_tokenizer(
-        "{% if who %}{{ 'You are ' + who + '.' }}{% endif %}{% for m in messages %}"
-        "{{ '<|im_start|>' + m.role + '\n' + m.content }}{{ '' if open and messages | length > 2 else '<|im_end|>' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-        ("<|im_end|>",),
+    template = WHO + (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{{ '' if open and messages | length > 2 else '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
+    tokenizer = make_tokenizer(template, ("<|im_end|>",))
     given = [None, {"who": "A"}, {"open": True}, {"who": "B"}, {"who": "A", "open": False}, {"unread": 1}]
     found = ChatMasker(tokenizer).mask([Chat([USER, ANSWER], template_args=args) for args in given])
     for args, one in zip(given, found, strict=True):

@@ -24,21 +24,11 @@ from processes import ROOT
 from mini_trainer.data.chat.conversation import Pictures, Remark, TokenizedChat, TrainedSpan
 from mini_trainer.data.columns.encoding import add_mismatched, pair_up
 from mini_trainer.data.rows import files as data_files
+from mini_trainer.data.rows import parts, preparing
 from mini_trainer.data.rows.column_names import RefusedColumn
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
 from mini_trainer.data.rows.labelled_tokens import TokenizedText
-from mini_trainer.data.rows.parts import (
-    RECORDS,
-    SCHEMA,
-    JoinedElsewhere,
-    Part,
-    count_bytes,
-    decode_counts,
-    divide,
-    encode_counts,
-    list_parts,
-    name_directory,
-)
+from mini_trainer.data.rows.parts import Part, divide, name_directory
 from mini_trainer.data.rows.report import Totals
 from mini_trainer.data.rows.writer import TokenizedSample
 from mini_trainer.data.stores import json_lines
@@ -68,7 +58,7 @@ def read_files(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def write_chats(directory: Path) -> Path:
+def write_chats(directory: Path) -> None:
     """JSON lines with blank and unusable ones, a compressed file, and Parquet of several row groups."""
     lines: list = [chat(i, words=i % 30) for i in range(200)]
     lines[120:120] = [b"\n", b"not a row\n", chat(1, words=3000)]
@@ -77,56 +67,37 @@ def write_chats(directory: Path) -> Path:
     rows = [chat(i) | {"messages": [m | {"weight": 0.5} for m in chat(i)["messages"]]} for i in range(90)]
     pq.write_table(pa.Table.from_pylist(rows), directory / "c.parquet", row_group_size=11)
     write_rows(directory / "d.jsonl", [])
-    return directory
 
 
-def write_documents(directory: Path) -> Path:
-    write_rows(directory / "a.jsonl", [{"text": f"How many are {i}?" + " and" * (i % 40)} for i in range(300)])
-    return directory
-
-
-def write_labelled(directory: Path) -> Path:
-    write_rows(
-        directory / "a.jsonl", [{"text": f"{i} and" * 9, "label": "odd" * (i % 2) or "even"} for i in range(200)]
-    )
-    return directory
-
-
-def write_pairs(directory: Path) -> Path:
-    rows = [{"prompt": f"How many are {i}?" + " and" * 30, "chosen": f"{i}", "rejected": "no"} for i in range(150)]
-    write_rows(directory / "a.jsonl", rows)
-    return directory
-
-
-def write_answers(directory: Path) -> Path:
-    rows = [
-        {"prompt": f"How many are {i}?" + " and" * 30, "completion": f"{i}", "label": i % 3 == 0} for i in range(150)
-    ]
-    write_rows(directory / "a.jsonl", rows)
-    return directory
-
-
-CASES = {
-    "chats": (write_chats, "out.arrow", dict(skip_invalid=True, validation_share=0.2, preview=3)),
-    "chats as Parquet": (write_chats, "out.parquet", dict(skip_invalid=True, max_sample_num_tokens=60)),
-    "chats as lines": (write_chats, "out.jsonl", dict(skip_invalid=True, chat_template="chatml")),
-    "blocks": (write_documents, "out.arrow", dict(block_size=32, validation_share=0.1)),
-    "labels": (write_labelled, "out.arrow", dict(format="classification")),
-    "pairs": (write_pairs, "out.arrow", dict(format="preference")),
-    "answers": (write_answers, "out.arrow", dict(format="feedback", preview=2)),
+DOCUMENTS = [{"text": f"How many are {i}?" + " and" * (i % 40)} for i in range(300)]
+LABELLED = [{"text": f"{i} and" * 9, "label": "odd" * (i % 2) or "even"} for i in range(200)]
+PROMPTS = [f"How many are {i}?" + " and" * 30 for i in range(150)]
+PAIRS = [{"prompt": prompt, "chosen": f"{i}", "rejected": "no"} for i, prompt in enumerate(PROMPTS)]
+ANSWERS = [{"prompt": prompt, "completion": f"{i}", "label": i % 3 == 0} for i, prompt in enumerate(PROMPTS)]
+CASES = {  # rows, or None for `write_chats`
+    "chats": (None, "out.arrow", dict(skip_invalid=True, validation_share=0.2, preview=3)),
+    "chats as Parquet": (None, "out.parquet", dict(skip_invalid=True, max_sample_num_tokens=60)),
+    "chats as lines": (None, "out.jsonl", dict(skip_invalid=True, chat_template="chatml")),
+    "blocks": (DOCUMENTS, "out.arrow", dict(block_size=32, validation_share=0.1)),
+    "labels": (LABELLED, "out.arrow", dict(format="classification")),
+    "pairs": (PAIRS, "out.arrow", dict(format="preference")),
+    "answers": (ANSWERS, "out.arrow", dict(format="feedback", preview=2)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_joined_parts_are_what_one_process_writes(case, model, small_sections, tmp_path, capsys):
-    write, output, options = CASES[case]
+    rows, output, options = CASES[case]
     for name in ("rows", "one", "many"):
         (tmp_path / name).mkdir()
-    rows = write(tmp_path / "rows")
+    if rows is None:
+        write_chats(tmp_path / "rows")
+    else:
+        write_rows(tmp_path / "rows" / "a.jsonl", rows)
 
     def options_of(name: str, **more) -> ProcessDataOptions:
         page = str(tmp_path / name / "page.html")
-        return options_for(model, rows, tmp_path / name / output, preview_html=page, **options, **more)
+        return options_for(model, tmp_path / "rows", tmp_path / name / output, preview_html=page, **options, **more)
 
     process_data(options_of("one"))
     shown = [line for line in capsys.readouterr().out.splitlines() if "rows/s" not in line]
@@ -298,8 +269,9 @@ def test_a_part_with_other_contents_than_its_own_classes_is_refused(kind, counts
         (row, *_) = batches.read_all().to_pylist()
 
     def write(rows: Path) -> None:
-        batch = pa.RecordBatch.from_pylist([row | {"counts": json.dumps([[[kind, counts]], [], 0])}], schema=SCHEMA)
-        with pa.OSFile(str(rows), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+        other = row | {"counts": json.dumps([[[kind, counts]], [], 0])}
+        batch = pa.RecordBatch.from_pylist([other], schema=parts.SCHEMA)
+        with pa.OSFile(str(rows), "wb") as file, pa.ipc.new_stream(file, parts.SCHEMA) as writer:
             writer.write_batch(batch)
 
     replace_rows(part, write, with_hash=True)
@@ -317,24 +289,21 @@ def test_counts_come_back_from_json_as_they_were():
     totals = Totals(4, rows=Counter(kept=3), lengths=Counter({3: 2}))
     totals.count_remark(remark, 2, "a:1")
     totals.shown = [(0.1 * i, TokenizedSample("a:1", one)) for i, one in enumerate(shown)]
-    written = json.dumps(encode_counts(totals))
-    assert decode_counts(json.loads(written)) == totals
-    assert [name for name in RECORDS if f'"{name}":' not in written] == []
+    written = json.dumps(parts.encode_counts(totals))
+    assert parts.decode_counts(json.loads(written)) == totals
+    assert [name for name in parts.RECORDS if f'"{name}":' not in written] == []
 
 
 def test_parts_of_an_older_format_are_refused_by_its_number(made, tmp_path, monkeypatch):
     monkeypatch.setattr("mini_trainer.process_data.FORMAT_VERSION", 4)
     process_data(replace_options(made, shard="2/3"))
     monkeypatch.undo()
-    with pytest.raises(
-        ValueError, match=r"part 2/3 .*another configuration: format of parts was 4, is 6: .*--shard 2/3"
-    ):
+    told = r"part 2/3 .*another configuration: format of parts was 4, is 6: .*--shard 2/3"
+    with pytest.raises(ValueError, match=told):
         process_data(replace_options(made, join=True))
 
 
 def test_an_input_that_changes_while_it_is_read_is_noticed(made, tmp_path, monkeypatch):
-    from mini_trainer.data.rows import parts
-
     def change(*args):
         os.utime(tmp_path / "in.jsonl", ns=(0, 0))
         return pack(*args)
@@ -350,7 +319,7 @@ def test_one_process_joins_at_a_time(made, tmp_path, capsys):
     lock = RunLock(name_directory(tmp_path / "out.arrow"))
     process_data(replace_options(made, shard="2/3"))  # as the other process: no failure, which would end both
     assert "process joins" in capsys.readouterr().out and not (tmp_path / "out.arrow").exists()
-    with pytest.raises(JoinedElsewhere, match=r"--join: \S*out\.arrow\.parts .*pid"):
+    with pytest.raises(parts.JoinedElsewhere, match=r"--join: \S*out\.arrow\.parts .*pid"):
         process_data(replace_options(made, join=True))
     lock.release()
     process_data(replace_options(made, join=True))
@@ -359,8 +328,6 @@ def test_one_process_joins_at_a_time(made, tmp_path, capsys):
 
 def test_a_part_that_others_joined_while_this_process_started_is_not_made_again(made, tmp_path, capsys, monkeypatch):
     """An array is started again after its join was killed: its first process joins, and the others find no parts."""
-    from mini_trainer.data.rows import preparing
-
     prepare = preparing.prepare
 
     def prepare_late(*args):
@@ -403,14 +370,12 @@ def test_a_part_s_progress_ends_at_its_own_end(source_kind, model, small_section
     """Parts are of different sizes, and files are read ahead of their rows."""
     monkeypatch.setattr("mini_trainer.data.rows.report.SECONDS_PER_LINE", 0)
     rows = [chat(i, words=20) for i in range(60)]
-    source = tmp_path / "in.jsonl"
-    if source_kind == "lines":
-        write_rows(source, rows)
-    else:
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    if source_kind == "table":
         source = tmp_path / "in.parquet"
         pq.write_table(pa.Table.from_pylist(rows), source, row_group_size=25)
     sources, count = find_sources((str(source),)), 2
-    whole = [count_bytes(divide(sources, index, count)) for index in (1, 2)]
+    whole = [parts.count_bytes(divide(sources, index, count)) for index in (1, 2)]
     assert sum(whole) == source.stat().st_size and whole[0] != whole[1]
     for index in (1, 2):
         process_data(options_for(model, source, tmp_path / "out.arrow", shard=f"{index}/{count}", num_proc=1))
@@ -418,32 +383,22 @@ def test_a_part_s_progress_ends_at_its_own_end(source_kind, model, small_section
         assert shares and 90 <= max(shares) <= 100, shares
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("in.csv", r"in\.csv: .* 2 processes; \.jsonl"),
-        (None, "only files .*--input-file"),
-    ],
-)
-def test_rows_that_cannot_be_divided(name, reason, model, tmp_path):
-    options = replace_options(options_for(model, tmp_path, tmp_path / "out.arrow"), mock_data=9, input_file=())
-    if name is not None:
-        (tmp_path / name).write_text("text\nHow many\n")
-        options = options_for(model, tmp_path / name, tmp_path / "out.arrow")
-    with pytest.raises(ValueError, match=reason):
-        process_data(replace_options(options, shard="1/2"))
+def test_rows_that_cannot_be_divided(model, tmp_path):
+    (tmp_path / "in.csv").write_text("text\nHow many\n")
+    options = options_for(model, tmp_path / "in.csv", tmp_path / "out.arrow", shard="1/2")
+    with pytest.raises(ValueError, match=r"in\.csv: .* 2 processes; \.jsonl"):
+        process_data(options)
+    with pytest.raises(ValueError, match=r"only files .*--input-file"):
+        process_data(replace_options(options, mock_data=9, input_file=()))
 
 
-@pytest.mark.parametrize("shard", ["0/8", "9/8", "3", "3/8/1", "a/b", "-1/8"])
-def test_shards_that_are_none(shard):
-    (problem,) = find_problems(options_for(Path("m"), Path("in.jsonl"), Path("out.jsonl"), shard=shard))
-    assert problem.startswith(f"--shard {shard}: ")
-
-
-def test_joining_takes_no_shard():
+def test_shards_that_are_none_and_joining_takes_none():
     words = ["--input-file", "i", "--output-file", "o.arrow", "--model-name-or-path", "m"]
     options = parse_options(ProcessDataOptions, [*words, "--shard", "3/8"])
-    assert options.shard == "3/8" and not options.join
+    assert options.shard == "3/8" and not options.join and find_problems(options) == []
+    for shard in ("0/8", "9/8", "3", "3/8/1", "a/b", "-1/8"):
+        (problem,) = find_problems(replace_options(options, shard=shard))
+        assert problem.startswith(f"--shard {shard}: ")
     (problem,) = find_problems(replace_options(options, join=True))
     assert problem.startswith("--shard ") and "--join" in problem
 
@@ -456,10 +411,8 @@ def test_joining_takes_no_shard():
         ({"RANK": "2", "WORLD_SIZE": "4"}, (3, 4)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the batch script of a job, not one of its tasks
         ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}, (4, 4)),
-        (
-            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "5", "WORLD_SIZE": "8"},
-            (6, 8),
-        ),  # torchrun by srun
+        # torchrun by srun
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "5", "WORLD_SIZE": "8"}, (6, 8)),
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}, (2, 2)),
     ],
 )
@@ -478,9 +431,8 @@ class Started(ForkedRanks):
         self.log = source.with_name(f"{time.monotonic_ns()}.log")
         self.log.touch()
         _, _, *words = command_for(model, source, output, "--num-proc", "1", *flags)
-        super().__init__(
-            0, [str(SMALL_SECTIONS), str(SECTION_BYTES), str(CHUNK_ROWS), *words], self.log, self.log, env=environment
-        )
+        command = [str(SMALL_SECTIONS), str(SECTION_BYTES), str(CHUNK_ROWS), *words]
+        super().__init__(0, command, self.log, self.log, env=environment)
 
     def end(self) -> tuple[int, str]:
         """Its exit code and what it has said."""
@@ -504,7 +456,7 @@ def test_a_killed_part_is_made_again_alone_and_one_of_two_processes_joins(model,
         time.sleep(0.001)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert [part.content for part in list_parts(directory, 3)] == [None] * 3
+    assert [part.content for part in parts.list_parts(directory, 3)] == [None] * 3
     (leftover,) = directory.iterdir()
 
     tasks = [Started(model, source, output, SLURM_PROCID=str(i), SLURM_STEP_NUM_TASKS="3") for i in (0, 2)]

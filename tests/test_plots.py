@@ -101,25 +101,9 @@ def test_many_names_cost_as_much_as_many_numbers_and_most_of_them_get_no_chart(t
     assert counts[1] < 5 * counts[0]
 
 
-def test_a_file_is_read_in_portions(tmp_path):
-    reader = MetricsReader(tmp_path / METRICS, ("loss",))
-    rows = [{"step": i + 1, "loss": float(i), "total_tokens_accumulated": 10 * i + 10} for i in range(100)]
-    write_jsonl(reader.path, rows)
-    portions = []
-    while not portions or reader.is_behind:
-        reader.read(1000)
-        portions.append(len(reader))
-    assert portions == sorted(set(portions)) and len(portions) > 4 and portions[-1] == 100
-    assert reader["loss"].tolist() == list(range(100))
-
-
 def test_sources_become_columns_also_where_they_come_late(tmp_path):
-    rows = [
-        {"step": 1, "loss": 2.0},
-        {"step": 2, "loss": 2.0, "sources": {"web": {"loss": 3.0}, "code": {"loss": None}, "odd": 7}},
-        {"step": 3, "loss": 2.0, "sources": {"code": {"loss": 4.0}}},
-    ]
-    write_jsonl(tmp_path / METRICS, rows)
+    sources = {}, {"web": {"loss": 3.0}, "code": {"loss": None}, "odd": 7}, {"code": {"loss": 4.0}}
+    write_jsonl(tmp_path / METRICS, [dict(step=i + 1, loss=2.0, sources=one) for i, one in enumerate(sources)])
     reader = MetricsReader(tmp_path / METRICS, ("loss",))
     reader.read()
     assert reader["source: web"][1] == 3.0 and np.isnan(reader["source: web"][[0, 2]]).all()
@@ -201,31 +185,24 @@ def test_the_page_has_the_numbers_of_the_files(tmp_path):
     summary = dict(zip(page["tables"]["summary"]["head"], page["tables"]["summary"]["rows"][0], strict=True))
     assert (summary["state"], summary["steps"], summary["tokens"]) == ("finished", "60", "492 k")
     assert summary["best validation"] == f"{min(row['loss'] for row in validations):.4f}"
-
-
-def test_the_best_validation_is_the_one_that_the_run_calls_best(tmp_path):
-    path = write_run(tmp_path / "run", num_steps=60, sets=("held_out",))
-    rows = [row | {"is_best": row["step"] in (5, 20)} for row in read_lines(path / VALIDATIONS)]
-    write_jsonl(path / VALIDATIONS, rows)
+    # The best validation is the last that the run itself calls best.
+    write_jsonl(path / VALIDATIONS, [row | {"is_best": row["step"] in (5, 20)} for row in validations])
     page = describe(path)
     best = page["runs"][0]["validations"]["best"]
     assert page["runs"][0]["validations"]["x"]["step"][best] == 20
     summary = dict(zip(page["tables"]["summary"]["head"], page["tables"]["summary"]["rows"][0], strict=True))
-    assert (summary["best validation"], summary["at step"]) == (f"{rows[best]['loss']:.4f}", "20")
+    assert (summary["best validation"], summary["at step"]) == (f"{validations[best]['loss']:.4f}", "20")
 
 
 def test_charts_are_there_where_there_is_something_to_draw(tmp_path):
     bare = write_run(tmp_path / "bare", num_steps=5)
     rich = write_run(tmp_path / "rich", num_steps=30, sources=("web", "code"), sets=("a", "b"))
-    page = describe(bare)
-    assert not any(chart["is_of_validations"] or chart["section"] for chart in page["charts"])
+    assert not any(chart["is_of_validations"] or chart["section"] for chart in describe(bare)["charts"])
     both = describe(bare, rich)
-    titles = {section: {c["title"] for c in both["charts"] if c["section"] == section} for section in
-              ("Loss by source", "Validation loss by set")}  # fmt: skip
-    assert titles == {"Loss by source": {"web", "code"}, "Validation loss by set": {"a", "b"}}
+    expected = {"Loss by source": {"web", "code"}, "Validation loss by set": {"a", "b"}}
+    assert expected == {of: {chart["title"] for chart in both["charts"] if chart["section"] == of} for of in expected}
     assert find_chart(both, "token_accuracy", of_validations=True) and not find_chart(both, "mfu")
-    rows = [row | {"mfu": 0.4} for row in read_lines(bare / METRICS)]
-    write_jsonl(bare / METRICS, rows)
+    write_jsonl(bare / METRICS, [row | {"mfu": 0.4} for row in read_lines(bare / METRICS)])
     assert find_chart(describe(bare), "mfu")
 
 
@@ -241,22 +218,19 @@ def test_metrics_that_no_table_names_have_charts_of_their_own(tmp_path):
     page = describe(plain, path)
     first, *tails = page["runs"][1]["curves"]["teacher_tail"]["mean"]
     assert first is None and tails == pytest.approx([2 / step for step in range(2, 21)], rel=1e-5)
-    assert page["runs"][1]["validations"]["curves"]["teacher_kl"] == pytest.approx(
-        [row["teacher_kl"] for row in validations], rel=1e-5
-    )
+    found = page["runs"][1]["validations"]["curves"]["teacher_kl"]
+    assert found == pytest.approx([row["teacher_kl"] for row in validations], rel=1e-5)
     assert "teacher_kl" not in page["runs"][0]["curves"]
     titles = {chart["title"] for chart in page["charts"] if not chart["is_of_validations"]}
-    assert titles - {chart["title"] for chart in describe(plain)["charts"]} == {
-        "Cross entropy", "Teacher KL", "Teacher tail", "Teacher agreement",
-    }  # fmt: skip
+    titles -= {chart["title"] for chart in describe(plain)["charts"]}
+    assert titles == {"Cross entropy", "Teacher KL", "Teacher tail", "Teacher agreement"}
     assert find_chart(page, "teacher_kl", of_validations=True)["title"] == "Validation teacher KL"
 
 
 def test_options_that_differ_and_those_that_are_shared(tmp_path):
     first = write_run(tmp_path / "a", num_steps=2, options={"lr_scheduler": "cosine", "lora_target_modules": []})
-    second = write_run(tmp_path / "b", num_steps=2, options={
-        "lr_scheduler": "cosine", "learning_rate": 5e-5, "lora_target_modules": ["q_proj", "k_proj"],
-    })  # fmt: skip
+    options = dict(lr_scheduler="cosine", learning_rate=5e-5, lora_target_modules=["q_proj", "k_proj"])
+    second = write_run(tmp_path / "b", num_steps=2, options=options)
     params = json.loads((second / PARAMS).read_text())
     params["identity"]["data"] = "b" * 64
     (second / PARAMS).write_text(json.dumps(params))
@@ -300,14 +274,11 @@ def test_nothing_in_a_name_becomes_a_part_of_the_page(tmp_path):
     calm = write_run(tmp_path / "calm" / "run", num_steps=3, sources=("a", "b"))
     hostile = write_run(tmp_path / HOSTILE / "run", num_steps=3, sources=(HOSTILE, "</script><script>alert(1)"),
                         options={"data_path": "</script><script>alert(2)</script>"})  # fmt: skip
-    tags = []
-    for path in (calm, hostile):
-        page = make_curves_page(open_runs([path]))
-        counter = TagCounter()
+    counters, pages = (TagCounter(), TagCounter()), [make_curves_page(open_runs([path])) for path in (calm, hostile)]
+    for counter, page in zip(counters, pages, strict=True):
         counter.feed(page)
-        tags.append(counter.tags)
-    assert tags[0] == tags[1] and tags[0].count("script") == 3
-    shown = read_page(page)
+    assert counters[0].tags == counters[1].tags and counters[0].tags.count("script") == 3
+    shown = read_page(pages[1])
     assert shown["runs"][0]["name"] == f"{HOSTILE}/run" and HOSTILE in {chart["title"] for chart in shown["charts"]}
 
 
@@ -350,25 +321,18 @@ def test_answers_to_sample_prompts_are_there_by_prompt(tmp_path):
 # ---- the command
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (dict(runs=()), "no run"),
-        (dict(output=None), "no output"),
-        (dict(output="x.png"), "--output x.png: must end in .html"),
-    ],
-)
-def test_options_that_cannot_be_used(options, problem):
-    given = dict(runs=("a",), output="x.html")
-    assert problem in "\n".join(find_wrong_options(PlotOptions(**(given | options))))
-    assert find_wrong_options(PlotOptions(**given | {"output": "x.HTML"})) == []
+def test_options_that_cannot_be_used():
+    for runs, output, problem in (((), "x.html", "no run"), (("a",), None, "no output"),
+                                  (("a",), "x.png", "--output x.png: must end in .html")):  # fmt: skip
+        assert problem in "\n".join(find_wrong_options(PlotOptions(runs=runs, output=output)))
+    assert find_wrong_options(PlotOptions(runs=("a",), output="x.HTML")) == []
 
 
 def plot(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     return run([sys.executable, "-m", "mini_trainer", "plot-metrics", *map(str, words)], cwd=cwd)
 
 
-def test_the_command_writes_a_page_and_says_where(tmp_path):
+def test_the_command_writes_a_page_and_says_where_but_not_over_a_directory(tmp_path):
     first, second = (write_run(tmp_path / name, num_steps=4) for name in ("a", "b c"))
     with (second / METRICS).open("a") as file:
         file.write("damaged\n{torn")
@@ -377,9 +341,11 @@ def test_the_command_writes_a_page_and_says_where(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"curves: {target.as_uri()}\n"
     assert re.fullmatch(rf"warning: {second / METRICS}: 1 .*\n", done.stderr)
-    page = target.read_text()
-    assert [shown["name"] for shown in read_page(page)["runs"]] == ["a", "b c"]
+    assert [shown["name"] for shown in read_page(target.read_text())["runs"]] == ["a", "b c"]
     assert not list(tmp_path.glob(".*"))
+    (tmp_path / "page.html").mkdir()
+    with pytest.raises(ValueError, match=f"^--output {tmp_path}/page.html"):
+        plot_metrics(PlotOptions(runs=(str(first),), output=str(tmp_path / "page.html")))
 
 
 def test_ctrl_c_while_a_run_is_read_is_one_message(capsys, monkeypatch):
@@ -387,13 +353,6 @@ def test_ctrl_c_while_a_run_is_read_is_one_message(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended, ending_with_message(when_interrupted="interrupted; no output is left"):
         raise KeyboardInterrupt
     assert (ended.value.code, capsys.readouterr().err) == (130, "error: interrupted; no output is left\n")
-
-
-def test_a_directory_in_place_of_the_output_is_refused(tmp_path):
-    path, output = write_run(tmp_path / "a", num_steps=2), tmp_path / "page.html"
-    output.mkdir()
-    with pytest.raises(ValueError, match=f"^--output {output}"):
-        plot_metrics(PlotOptions(runs=(str(path),), output=str(output)))
 
 
 # ---- in a browser
@@ -424,6 +383,17 @@ def settle(browser: Browser) -> None:
     browser.wait_until("isDrawn()")
 
 
+def act(browser: Browser, script: str) -> None:
+    browser.ask(script)
+    settle(browser)
+
+
+def find_box(browser: Browser) -> list[float]:
+    """The first chart's x, y, width and height."""
+    return browser.ask("(({x, y, width, height}) => [x, y, width, height])"
+                       "(document.querySelector('.first .over').getBoundingClientRect())")  # fmt: skip
+
+
 COUNT_TRACES = """Object.fromEntries(data.charts.map(chart =>
     [idOf(chart), byId(idOf(chart)).querySelectorAll(".trace").length]))"""
 
@@ -451,12 +421,10 @@ def test_a_browser_draws_every_curve_and_asks_for_nothing(browser, page):
     assert texts == [f"{HOSTILE} {step}{end}" for step, end in ((0, ""), (100, " …"), (200, " …"))] * 2
     assert browser.ask("new Set([...document.querySelectorAll('[aria-pressed=true].run')]).size") == 3
     # A run is hidden on all charts, then alone on them.
-    browser.ask("byId('runs').children[0].click()")
-    settle(browser)
+    act(browser, "byId('runs').children[0].click()")
     hidden = browser.ask(COUNT_TRACES)
     assert (hidden["s loss"], hidden["v loss"], hidden["s source: code"], hidden["s lr"]) == (4, 0, 0, 2)
-    browser.ask("byId('runs').children[1].dispatchEvent(new MouseEvent('dblclick'))")
-    settle(browser)
+    act(browser, "byId('runs').children[1].dispatchEvent(new MouseEvent('dblclick'))")
     assert browser.ask("visibleRuns().map(run => run.name)") == ["second"]
 
 
@@ -464,8 +432,7 @@ def test_a_browser_draws_every_curve_and_asks_for_nothing(browser, page):
 @pytest.mark.slow
 def test_the_pointer_reads_all_runs_at_a_step(browser, page):
     open_page(browser, page.as_uri())
-    x, y, width, height = browser.ask("(({x, y, width, height}) => [x, y, width, height])"
-                                      "(document.querySelector('.first .over').getBoundingClientRect())")  # fmt: skip
+    x, y, width, height = find_box(browser)
     low, high = browser.ask("byId('s loss').drawn.ranges.x")
     at = x + width * (160 - low) / (high - low)
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=at, y=y + height / 2)
@@ -486,8 +453,9 @@ def test_axes_have_titles_a_constant_rate_is_level_and_a_run_without_steps_has_a
     path = write_run(tmp_path / "run", num_steps=50)
     rounded = [row | {"lr": 1e-5 * (1 + 1e-6 * (row["step"] % 3))} for row in read_lines(path / METRICS)]
     write_jsonl(path / METRICS, rounded)
-    (tmp_path / "page.html").write_text(make_curves_page(open_runs([path])))
-    open_page(browser, (tmp_path / "page.html").as_uri())
+    target = tmp_path / "page.html"
+    target.write_text(make_curves_page(open_runs([path])))
+    open_page(browser, target.as_uri())
     low, high = browser.ask("byId('s lr').drawn.ranges.y")
     assert low == 0 and 1e-5 < high < 1.3e-5
     titles = browser.ask("data.charts.map(chart => ['x', 'y'].map(axis =>"
@@ -496,8 +464,8 @@ def test_axes_have_titles_a_constant_rate_is_level_and_a_run_without_steps_has_a
     low, high = browser.ask("byId('s loss').drawn.ranges.y")
     assert low > 0.3  # others fill the chart
     (path / METRICS).write_text("")
-    (tmp_path / "page.html").write_text(make_curves_page(open_runs([path])))
-    open_page(browser, (tmp_path / "page.html").as_uri())
+    target.write_text(make_curves_page(open_runs([path])))
+    open_page(browser, target.as_uri())
     assert browser.list_complaints() == [] and browser.ask("byId('empty').checkVisibility()")
 
 
@@ -506,32 +474,24 @@ def test_axes_have_titles_a_constant_rate_is_level_and_a_run_without_steps_has_a
 @pytest.mark.slow
 def test_smoothing_axes_and_zoom(browser, page):
     open_page(browser, page.as_uri())
-    browser.ask("byId('smoothing').value = 0, byId('smoothing').dispatchEvent(new Event('input'))")
-    settle(browser)
+    act(browser, "byId('smoothing').value = 0, byId('smoothing').dispatchEvent(new Event('input'))")
     assert browser.ask("byId('window').textContent") == "none" and browser.ask(COUNT_TRACES)["s loss"] == 3 + 1 + 1
     ranges = "data.charts.map(chart => byId(idOf(chart)).drawn.ranges.x)"
     assert all(low <= 0 and 400 < high < 420 for low, high in browser.ask(ranges))
-    browser.ask("byId('axes').children[1].click()")
-    settle(browser)
+    act(browser, "byId('axes').children[1].click()")
     assert all(32 * 400 < high < 33 * 400 for _, high in browser.ask(ranges))
-    browser.ask("byId('axes').children[0].click()")
-    settle(browser)
+    act(browser, "byId('axes').children[0].click()")
 
     # What is dragged over on one chart is what all of them show, and the scale is that of what is shown.
-    box = browser.ask("(({x, y, width, height}) => [x, y, width, height])"
-                      "(document.querySelector('.first .over').getBoundingClientRect())")  # fmt: skip
-    middle = box[1] + box[3] / 2
-    browser.drag((box[0] + box[2] * 0.5, middle), (box[0] + box[2] * 0.75, middle))
+    x, y, width, height = find_box(browser)
+    browser.drag((x + width * 0.5, y + height / 2), (x + width * 0.75, y + height / 2))
     browser.wait_until("view.x !== null")
     settle(browser)
-    zoomed = browser.ask(ranges)
-    assert all(190 < low < 215 and 285 < high < 315 for low, high in zoomed)
+    assert all(190 < low < 215 and 285 < high < 315 for low, high in browser.ask(ranges))
     assert browser.ask("byId('s loss').drawn.ranges.y[1]") < 3
-    browser.ask("byId('reset').click()")
-    settle(browser)
+    act(browser, "byId('reset').click()")
     assert all(high > 400 for _, high in browser.ask(ranges)) and browser.ask("byId('reset').disabled")
-    browser.ask("document.querySelector('.first .log').click()")
-    settle(browser)
+    act(browser, "document.querySelector('.first .log').click()")
     assert browser.ask("byId('s loss').drawn.isLog")
     assert browser.list_complaints() == []
 
@@ -547,11 +507,11 @@ def test_the_page_thins_what_it_draws_and_keeps_spikes(browser, tmp_path):
     target = tmp_path / "page.html"
     target.write_text(re.sub(r'"smoothing":\d+', '"smoothing":1', make_curves_page(open_runs([path]))))
     open_page(browser, target.as_uri())
-    xs, ys = browser.ask("(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').drawn.traces[0])")
+    points = "(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').drawn.traces[0])"
+    xs, ys = browser.ask(points)
     assert len(xs) < 2500 and max(ys) == 50.0 and abs(xs[ys.index(50.0)] - 3211) < 10
-    browser.ask("view.x = [3200, 3220], drawAll()")
-    settle(browser)
-    xs, ys = browser.ask("(({x, y}) => [Array.from(x), Array.from(y)])(byId('s loss').drawn.traces[0])")
+    act(browser, "view.x = [3200, 3220], drawAll()")
+    xs, ys = browser.ask(points)
     assert xs == list(range(3199, 3222)) and xs[ys.index(50.0)] == 3211
     browser.ask("view.window = 10")
     smoothed = browser.ask("smoothed(data.runs[0], 'loss')")
@@ -567,8 +527,7 @@ def test_a_followed_page_grows_without_losing_its_place(browser, tmp_path):
     path = write_run(tmp_path / "run", num_steps=20, finished=False)
     with serving(BoardServer(tmp_path, port=0)) as server:
         open_page(browser, f"{server.address}curves?run={server.board.read()['runs'][0]['id']}")
-        browser.ask("view.x = [5, 15], view.window = 5, drawAll()")
-        settle(browser)
+        act(browser, "view.x = [5, 15], view.window = 5, drawAll()")
         last = read_lines(path / METRICS)[-1]
         rows = [last | {"step": step, "total_samples_accumulated": 32 * step} for step in range(21, 61)]
         row = rows[-1] | {"step": 61, "sources": make_sources(61, ("web", "code", "x"), 1.0, random.Random(0))}

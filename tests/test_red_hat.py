@@ -23,7 +23,6 @@ from mini_trainer.api.tokenized import derive_data, names_tokenized
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import TrainOptions
 from mini_trainer.options.tools import ProcessDataOptions, VerifyOptions
-from mini_trainer.run.validation import Progress
 from mini_trainer.tools.verify import verify
 
 DOCUMENTS = [[1, 2, 3, 4, 9], [5, 6, 9], [7, 8, 1, 2, 3, 9], [4, 9]]  # each ends with 9
@@ -43,9 +42,8 @@ DOCUMENTS = [[1, 2, 3, 4, 9], [5, 6, 9], [7, 8, 1, 2, 3, 9], [4, 9]]  # each end
         (dict(validate_at_final=True, on_demand_checkpointing=True, accelerate_full_state_at_epoch=False), dict()),
         (dict(save_best_val_loss=False, validation_data_path="v.arrow"),
          dict(export_best=False, validation_data_path=("v.arrow",))),
-        (dict(save_best_val_loss=False), dict()),
+        (dict(save_best_val_loss=False), dict()), (dict(val_loss_improvement_threshold=0.0), dict()),
         (dict(val_loss_improvement_threshold=0.01), dict(best_metric="loss:0.01")),
-        (dict(val_loss_improvement_threshold=0.0), dict()),
         (dict(resume_from_full_state_checkpoint="o/checkpoints/step_4"), dict(resume="o/checkpoints/step_4")),
         (dict(training_mode="step", max_epochs=3), dict(lr_scheduler="cosine")),
         (dict(training_mode=TrainingMode.EPOCH), dict(max_steps=None, max_epochs=1, lr_scheduler="cosine")),
@@ -92,27 +90,24 @@ def test_values_without_a_meaning_are_refused_by_the_field_s_name(given, message
 
 
 def test_nothing_is_dropped_without_a_note(tmp_path):
-    tokens = tmp_path / "tokens.jsonl"
-    tokens.write_text(json.dumps(dict(input_ids=[1], labels=[1], len=1)) + "\n")
+    tokens = write_jsonl(tmp_path / "tokens.jsonl", [dict(input_ids=[1], labels=[1], len=1)])
     args = TrainingArgs(**NEEDED | dict(data_path=str(tokens)), on_demand_checkpointing=True, validate_at_final=False,
                         max_seq_len=9, training_mode="step", max_epochs=2, osft_upcast_dtype="float32")  # fmt: skip
     said = "\n".join(commands.list_notes(args))
     for name in ("on_demand_checkpointing has no effect: always on", "validate_at_final has no effect",
                  "osft_upcast_dtype has no", "max_seq_len has no effect: data_path is tokenized",
-                 "max_epochs has no effect with training_mode 's",
-                 "lr_scheduler is cosine", "save_dtype is bfloat16"):  # fmt: skip
+                 "max_epochs has no effect with training_mode 's", "lr_scheduler is cosine",
+                 "save_dtype is bfloat16"):  # fmt: skip
         assert name in said
     assert commands.list_notes(TrainingArgs(**NEEDED)) == []
     assert "data_path has no effect" in commands.list_notes(TrainingArgs(**NEEDED, mock_data=True))[0]
 
 
 def test_training_hub_finds_the_fields_that_it_looks_for():
-    names = {field.name for field in dataclasses.fields(TrainingArgs)}
+    names, of_torchrun = ({field.name for field in dataclasses.fields(one)} for one in (TrainingArgs, TorchrunArgs))
     assert {"callbacks", "on_demand_checkpointing", "osft_target_patterns", "pretraining_config"} <= names
     assert TrainingArgs.model_fields.keys() == names
-    assert {"nproc_per_node", "rdzv_endpoint", "master_port"} <= {
-        field.name for field in dataclasses.fields(TorchrunArgs)
-    }
+    assert {"nproc_per_node", "rdzv_endpoint", "master_port"} <= of_torchrun
 
 
 def test_red_hats_modules_are_there_and_import_nothing_heavy():
@@ -133,10 +128,9 @@ def test_red_hats_modules_are_there_and_import_nothing_heavy():
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_rows_of_tokens_and_labels_alone_are_read_with_their_counts(ending, tmp_path):
     rows = [dict(input_ids=[3, 4, 5], labels=[3, -100, 5], len=3), dict(input_ids=[6, 7], labels=[-100, 7], len=2)]
-    path = tmp_path / f"data.{ending}"
-    if ending == "jsonl":
-        write_jsonl(path, rows)
-    else:
+    path = write_jsonl(tmp_path / "data.jsonl", rows)
+    if ending == "parquet":
+        path = tmp_path / "data.parquet"
         pa.parquet.write_table(pa.Table.from_pylist(rows), path)
     data = TokenizedData(path, option="--data-path")
     assert data.lengths.tolist() == [3, 2] and data.num_loss_tokens.tolist() == [1, 1]
@@ -152,16 +146,15 @@ def test_tokenized_data_is_known_by_its_columns_and_not_mixed_with_chats(tmp_pat
 
 
 def derive(path: str, folder: Path, **given: object) -> TrainingArgs:
-    return derive_data(
-        TrainingArgs(data_path=path, output_dir=str(folder / "run"), data_output_dir=str(folder), **given)
-    )
+    given |= dict(data_path=path, output_dir=str(folder / "run"), data_output_dir=str(folder))
+    return derive_data(TrainingArgs(**given))
 
 
 def read_rows(path: str) -> list[list[int]]:
     return pa.ipc.open_file(path).read_all()["input_ids"].to_pylist()
 
 
-def test_tokenized_documents_are_joined_and_cut(tmp_path):
+def test_tokenized_documents_are_joined_and_cut_and_rows_with_labels_are_none(tmp_path):
     path = str(write_jsonl(tmp_path / "docs.jsonl", [dict(input_ids=ids, len=len(ids)) for ids in DOCUMENTS]))
     args = derive(path, tmp_path, pretraining_config=PretrainingConfig(block_size=4), max_seq_len=2)
     blocks = read_rows(args.data_path[0])
@@ -171,6 +164,9 @@ def test_tokenized_documents_are_joined_and_cut(tmp_path):
     assert found == (False, None, TrainingArgs().data_path)
     assert derive(path, tmp_path, pretraining_config=PretrainingConfig(4)).data_path == args.data_path
     assert derive(path, tmp_path, pretraining_config=PretrainingConfig(3)).data_path != args.data_path
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [dict(input_ids=[1, 2], labels=[1, 2], len=2)]))
+    with pytest.raises(BadInputError, match=r"pretraining_config: .*rows\.jsonl has labels"):
+        derive(path, tmp_path, pretraining_config=PretrainingConfig(2))
 
 
 def test_documents_that_are_no_tokens_yet_are_process_data_s(tmp_path):
@@ -180,12 +176,6 @@ def test_documents_that_are_no_tokens_yet_are_process_data_s(tmp_path):
     made = parse(ProcessDataOptions, make_words(ProcessDataOptions, make_data_values(make_data_args(args))))
     assert (made["format"], made["columns"], made["block_size"]) == ("document", ("text=body",), 64)
     assert made["max_sample_num_tokens"] is None and "block_size" not in make_train_values(args)
-
-
-def test_rows_with_labels_are_no_documents(tmp_path):
-    path = str(write_jsonl(tmp_path / "rows.jsonl", [dict(input_ids=[1, 2], labels=[1, 2], len=2)]))
-    with pytest.raises(BadInputError, match=r"pretraining_config: .*rows\.jsonl has labels"):
-        derive(path, tmp_path, pretraining_config=PretrainingConfig(2))
 
 
 def test_a_share_of_tokenized_rows_is_held_out(tmp_path):
@@ -204,23 +194,12 @@ def test_a_share_of_tokenized_rows_is_held_out(tmp_path):
             derive(str(tmp_path / "all.arrow"), tmp_path, validation_split=share)
 
 
-def test_the_best_is_better_by_more_than_the_threshold():
-    progress = Progress(data="d")
-    for step, loss in ((1, 2.0), (2, 1.95), (3, 1.85), (4, 1.8)):
-        progress = progress.after(loss, step=step, more_is_better=False, least=0.1)
-    assert (progress.best_step, progress.best_value, progress.num_worse) == (3, 1.85, 1)
-    assert progress.after(1.96, step=5, more_is_better=True, least=0.1).best_step == 5
-
-
 def test_messages_name_arguments_as_they_were_given():
     args = TrainingArgs(**NEEDED, max_batch_len=600)
-    message = (
-        "--learning-rate -1.0: must be at least 0\n--max-tokens-per-gpu 600 and --no-osft: see --unknown-flag\n"
-        "python -m mini_trainer train --help all lists all options"
-    )
-    assert commands.name_arguments(message, args, make_train_values(args)) == (
-        "learning_rate -1.0: must be at least 0\nmax_batch_len 600 and osft=False: see --unknown-flag"
-    )
+    message = "--learning-rate -1.0: must be at least 0\n--max-tokens-per-gpu 600 and --no-osft: see --unknown-flag"
+    named = commands.name_arguments(f"{message}\npython -m mini_trainer train --help all lists all options", args,
+                                    make_train_values(args))  # fmt: skip
+    assert named == "learning_rate -1.0: must be at least 0\nmax_batch_len 600 and osft=False: see --unknown-flag"
 
 
 @pytest.mark.slow

@@ -45,22 +45,15 @@ def server() -> Iterator[Any]:
 
 
 @pytest.fixture
-def bucket(server, staging, monkeypatch) -> Iterator[Any]:
-    """The client of an empty bucket."""
+def bucket(server, tmp_path, monkeypatch) -> Iterator[Any]:
+    """The client of an empty bucket, with a directory of its own for temporary files."""
     monkeypatch.setattr(remote, "SECONDS_TO_WAIT", (0, 0))
     monkeypatch.setattr(uploads_module, "SECONDS_TO_WAIT", (0, 0))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     yield server
     for name in read_bucket(server):
         server.delete_object(Bucket="bucket", Key=name)
-
-
-@pytest.fixture
-def staging(tmp_path, monkeypatch) -> Path:
-    """The directory for temporary files."""
-    path = tmp_path / "temporary"
-    path.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(path))
-    return path
 
 
 def tokenize(model: Path, tmp_path: Path, output: str | Path, **options: object) -> None:
@@ -75,6 +68,13 @@ def tokenize(model: Path, tmp_path: Path, output: str | Path, **options: object)
         return upload_directory(made, folder)
     paths = dict(input_file=str(source), output_file=str(output), model_name_or_path=str(model))
     process_data(group_options(ProcessDataOptions, **paths | {"num_proc": 1, "preview": 0} | options))
+
+
+def raising(error: BaseException) -> Callable:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 def read_directory(directory: Path) -> dict[str, bytes]:
@@ -128,9 +128,7 @@ def test_a_data_set_is_copied_once_and_again_if_it_changes(bucket, model, tmp_pa
     assert Path(f"{fetch(url, cache, beside=['.teacher.scores'])}.teacher.scores").read_bytes() == b"1"
 
 
-def test_a_part_of_remote_rows_is_not_made_again_after_the_join_unless_the_store_has_others(
-    bucket, model, tmp_path, capsys
-):
+def test_a_part_of_remote_rows_is_made_again_after_the_join_if_the_store_has_others(bucket, model, tmp_path, capsys):
     output = tmp_path / "out.arrow"
     content = write_rows(tmp_path / "rows.jsonl", ROWS).read_bytes()
     bucket.put_object(Bucket="bucket", Key="in/rows.jsonl", Body=content)
@@ -155,13 +153,9 @@ def test_a_copy_is_whole_or_not_there(bucket, model, tmp_path, monkeypatch):
     tokenize(model, tmp_path, url)
     found = find_sets({"data_path": [url]})
 
-    def interrupt(self: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(remote.RemoteFile, "check_unchanged", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            fetch_sets(found, str(cache))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(remote.RemoteFile, "check_unchanged", raising(KeyboardInterrupt()))
+        fetch_sets(found, str(cache))
     assert [path for path in cache.rglob("*") if path.is_file() and not path.name.endswith(".lock")] == []
     content = read_bucket(bucket)["t.arrow"]
     bucket.put_object(Bucket="bucket", Key="t.arrow", Body=content[:-9] + b"\0" * 9)  # another upload's
@@ -202,11 +196,8 @@ def test_the_first_rank_of_a_node_does_the_work_and_a_failure_ends_all(world, mo
     call_on_each_node(world, lambda: calls.append(0))
     assert calls == [0]
 
-    def fail() -> None:
-        raise ValueError("no room")
-
     with pytest.raises(RunError, match="no room"):
-        call_on_each_node(world, fail)
+        call_on_each_node(world, raising(ValueError("no room")))
 
 
 # --- A run
@@ -232,10 +223,10 @@ def test_a_run_from_a_store_to_a_store(bucket, model, world, tmp_path, monkeypat
     tokenize(model, tmp_path, url, validation_share=0.3)
     names = spoil_puts(monkeypatch, lambda *paths: None)
     run = tmp_path / "run"
-    options = dict(model_name_or_path=str(model), output_dir=str(run), data_cache_dir=str(tmp_path / "cache"))
-    options |= dict(batch_size=8, max_tokens_per_gpu=256, checkpoint_every_steps=1, upload_to=to, data_path=url)
-    options |= dict(validation_data_path=url.replace("t.arrow", "t.validation.arrow"), min_samples_per_checkpoint=8)
-    options |= dict(weight_average="ema", ema_half_life=1, learning_rate=1e-2)
+    options = dict(model_name_or_path=str(model), output_dir=str(run), data_cache_dir=str(tmp_path / "cache"),
+                   batch_size=8, max_tokens_per_gpu=256, checkpoint_every_steps=1, upload_to=to, data_path=url,
+                   validation_data_path=url.replace("t.arrow", "t.validation.arrow"), min_samples_per_checkpoint=8,
+                   weight_average="ema", ema_half_life=1, learning_rate=1e-2)  # fmt: skip
     local = start(world, **options, max_steps=1)
 
     # Every export is there, as it is here, and its config was written last.
@@ -301,7 +292,7 @@ def test_an_upload_that_is_not_whole_is_taken_for_no_model(bucket, export, monke
             with pytest.raises(KeyboardInterrupt):
                 upload_directory(export, "s3://bucket/x", last=WRITTEN_LAST)
         there = read_bucket(bucket, "x/")
-        assert "config.json" not in there and "adapter_config.json" not in there and "model-2.safetensors" not in there
+        assert not {"config.json", "adapter_config.json", "model-2.safetensors"} & there.keys()
         assert there.items() <= expected.items()
     upload_directory(export, "s3://bucket/x", last=WRITTEN_LAST)
     assert read_bucket(bucket, "x/") == expected
@@ -356,40 +347,27 @@ def answer(status: int) -> HfHubHTTPError:
     return HfHubHTTPError("m", response=SimpleNamespace(status_code=status, headers={}, request=None))
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (FileNotFoundError(), True),
-        (caused(FileNotFoundError(), ConnectionResetError()), False),  # fsspec's of a web server
-        (caused(FileNotFoundError(), FileNotFoundError()), True),
-        (caused(FileNotFoundError(), caused(FileNotFoundError(), answer(503))), False),  # the hub's
-        (caused(FileNotFoundError(), answer(404)), True),
-        (caused(FileNotFoundError(), RefusedRedirect("m")), True),
-        (PermissionError(), True),
-        (OSError(), False),
-        (OSError(errno.EINVAL, "InvalidBucketName"), True),  # s3fs's
-        (OSError(errno.EBUSY, "SlowDown"), False),
-        (BrokenTransfer(), False),
-        (ValueError(), True),
-        (answer(403), True),
-        (answer(429), False),
-        (answer(503), False),
-        (LocalTokenNotFoundError(), True),
-        (OfflineModeIsEnabled(), True),
-    ],
-)
-def test_errors_that_another_attempt_may_not_meet_end_with_2_and_others_with_8(error, expected):
-    assert is_final(error) == expected
-    assert make_error(error, "m").code == (ExitCode.BAD_INPUT if expected else ExitCode.IO)
+FINAL = [
+    *(FileNotFoundError(), PermissionError(), ValueError(), LocalTokenNotFoundError(), OfflineModeIsEnabled()),
+    *(caused(FileNotFoundError(), by) for by in (FileNotFoundError(), answer(404), RefusedRedirect("m"))),
+    *(answer(403), OSError(errno.EINVAL, "InvalidBucketName")),  # s3fs's
+]
+PASSING = [
+    *(OSError(), OSError(errno.EBUSY, "SlowDown"), BrokenTransfer(), answer(429), answer(503)),
+    caused(FileNotFoundError(), ConnectionResetError()),  # fsspec's of a web server
+    caused(FileNotFoundError(), caused(FileNotFoundError(), answer(503))),  # the hub's
+]
+
+
+@pytest.mark.parametrize("error", [*FINAL, *PASSING])
+def test_errors_that_another_attempt_may_not_meet_end_with_2_and_others_with_8(error):
+    assert is_final(error) == (error in FINAL)
+    assert make_error(error, "m").code == (ExitCode.BAD_INPUT if error in FINAL else ExitCode.IO)
 
 
 def test_what_is_denied_is_a_users_mistake_only_at_the_start(bucket, export, monkeypatch):
     """Credentials expire. A bucket that does not exist stays a mistake."""
-
-    def deny(*_: object) -> None:
-        raise PermissionError("ExpiredToken")
-
-    spoil_puts(monkeypatch, deny)
+    spoil_puts(monkeypatch, raising(PermissionError("ExpiredToken")))
     assert make_error(PermissionError(), "m").code == ExitCode.BAD_INPUT
     for url, code in (("s3://bucket/x", ExitCode.IO), ("s3://nowhere/x", ExitCode.BAD_INPUT)):
         with pytest.raises(RunError, match=url) as error:

@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import datasets
@@ -59,6 +60,12 @@ def read_values(path: Path) -> list[dict]:
     return [row.value for row in read_file(path)]
 
 
+def write_table(directory: Path, rows: list[dict]) -> Path:
+    path = directory / "in.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
 def write_arguments(path: Path, values: list, kind: pa.DataType | None = None) -> Path:
     """Parquet of chats, each with a call that has one of the values as its argument `a`."""
     column = pa.array(values, kind.storage_type).cast(kind) if kind == pa.json_() else pa.array(values, kind)
@@ -68,10 +75,8 @@ def write_arguments(path: Path, values: list, kind: pa.DataType | None = None) -
     offsets = pa.array(np.arange(len(values) + 1), pa.int32())
     calls = pa.ListArray.from_arrays(offsets, call)
     said = [pa.array([text] * len(values)) for text in ("assistant", "")]
-    answer = pa.ListArray.from_arrays(
-        offsets, pa.StructArray.from_arrays([*said, calls], ["role", "content", "tool_calls"])
-    )
-    pq.write_table(pa.table({"messages": answer}), path)
+    message = pa.StructArray.from_arrays([*said, calls], ["role", "content", "tool_calls"])
+    pq.write_table(pa.table({"messages": pa.ListArray.from_arrays(offsets, message)}), path)
     return path
 
 
@@ -124,55 +129,36 @@ def test_what_json_has_not_is_refused_by_row_and_key(kind, value, reason, model,
 def test_columns_that_are_not_read_may_hold_anything(model, tmp_path, capsys):
     """Embeddings with NaN, hashes, prices, arguments that are not of calls."""
     rows = [{"messages": [USER, {"role": "assistant", "content": "20"}]}] * 2
-    others = {
-        "embedding": [[float("nan")], [1.0]],
-        "hash": [b"\xff", b""],
-        "price": [decimal.Decimal("1.5"), None],
-        "took": [datetime.timedelta(1), None],
-        "arguments": [{"for": "x"}, {"against": "y"}],
-    }
-    table = pa.Table.from_pylist(rows)
-    for name, values in others.items():
-        table = table.append_column(name, pa.array(values))
-    pq.write_table(table, tmp_path / "in.parquet")
+    others = dict(embedding=[[float("nan")], [1.0]], hash=[b"\xff", b""], price=[decimal.Decimal("1.5"), None],
+                  took=[datetime.timedelta(1), None], arguments=[{"for": "x"}, {"against": "y"}])  # fmt: skip
+    columns = pa.Table.from_pylist(rows).to_pydict() | others
+    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
     assert tokenize(model, tmp_path / "in.parquet") == tokenize(model, write_jsonl(tmp_path / "in.jsonl", rows))
     assert "left out" not in capsys.readouterr().out
 
 
 def test_nulls_that_only_the_schema_adds_are_left_out_and_counted(model, tmp_path, capsys):
     chats = [[USER, *calling(arguments)[1:]] for arguments in ({"city": "Lima"}, {"n": 3, "city": None}, {"n": 4})]
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    tool = {"type": "function", "function": {"name": "f", "description": "Says it."}}
     rows = [{"messages": chat, "tools": [tool]} for chat in chats]
-    rows[0] = {"messages": chats[0], "tools": [tool | {"strict": True}]}
-    for row in rows:
-        for one in row["tools"]:
-            one["function"] = {"name": "f", "description": "Says it."}
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
-    read = [
-        row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in read_values(tmp_path / "in.parquet")
-    ]
-    assert read == [{"city": "Lima"}, {"n": 3}, {"n": 4}]
-    assert "tool_calls" not in read_values(tmp_path / "in.parquet")[0]["messages"][0]
-    bare = [{"messages": row["messages"]} for row in rows]
-    pq.write_table(pa.Table.from_pylist(bare), tmp_path / "in.parquet")
-    tokenize(model, tmp_path / "in.parquet")
+    rows[0]["tools"] = [tool | {"strict": True}]
+    path = write_table(tmp_path, rows)
+    read = read_values(path)
+    arguments = [row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in read]
+    assert arguments == [{"city": "Lima"}, {"n": 3}, {"n": 4}] and "tool_calls" not in read[0]["messages"][0]
+    tokenize(model, write_table(tmp_path, [{"messages": row["messages"]} for row in rows]))
     assert re.search(r"3 of 3 rows: .*'arguments' .*left out .*in\.parquet:1", capsys.readouterr().out)
-    complete = [{"messages": calling({"city": "Lima"})}, {"messages": calling({"city": "Rome"})}]
-    pq.write_table(pa.Table.from_pylist(complete), tmp_path / "in.parquet")
-    tokenize(model, tmp_path / "in.parquet")
+    tokenize(model, write_table(tmp_path, [{"messages": calling({"city": city})} for city in ("Lima", "Rome")]))
     assert "left out" not in capsys.readouterr().out
-    pq.write_table(pa.Table.from_pylist(rows[::-1]), tmp_path / "in.parquet")
-    lost = [row.lost for row in read_file(tmp_path / "in.parquet")]
+    lost = [row.lost for row in read_file(write_table(tmp_path, rows[::-1]))]
     assert lost == [("arguments", "tools"), ("arguments", "tools"), ("arguments",)]
 
 
 def test_columns_and_rows_that_python_cannot_hold_name_the_file(model, tmp_path):
-    table = pa.table([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
-    pq.write_table(table, tmp_path / "twice.parquet")
+    pq.write_table(pa.table([pa.array(["a"])] * 2, ["text", "text"]), tmp_path / "twice.parquet")
     with pytest.raises(ValueError, match=r"twice.parquet: .*'text' twice"):
         read_values(tmp_path / "twice.parquet")
-    far = pa.array([2**60], pa.timestamp("us"))
-    pq.write_table(pa.table({"text": ["a"], "at": far}), tmp_path / "far.parquet")
+    pq.write_table(pa.table({"text": ["a"], "at": pa.array([2**60], pa.timestamp("us"))}), tmp_path / "far.parquet")
     with pytest.raises(ValueError, match=r"far.parquet: .*column 'at', "):
         read_values(tmp_path / "far.parquet")
 
@@ -180,15 +166,12 @@ def test_columns_and_rows_that_python_cannot_hold_name_the_file(model, tmp_path)
 # --- JSON's own values
 
 
-@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400 + ".0"])
-def test_numbers_that_would_become_infinity_are_refused(number):
-    with pytest.raises(ValueError, match="infinity"):
-        parse_row(f'{{"messages": [], "n": {number}}}'.encode(), "json")
-
-
-@pytest.mark.parametrize("number", ["1e308", "-0.0", "5e-324", "1e-400", "0.1", "12345678901234567890.5"])
-def test_other_numbers_are_what_python_reads(number):
-    assert parse_row(f'{{"n": {number}}}'.encode(), "json") == json.loads(f'{{"n": {number}}}')
+def test_numbers_that_would_become_infinity_are_refused_and_others_are_what_python_reads():
+    for number in ("1e400", "-1e400", "1" + "0" * 400 + ".0"):
+        with pytest.raises(ValueError, match="infinity"):
+            parse_row(f'{{"messages": [], "n": {number}}}'.encode(), "json")
+    for number in ("1e308", "-0.0", "5e-324", "1e-400", "0.1", "12345678901234567890.5"):
+        assert parse_row(f'{{"n": {number}}}'.encode(), "json") == json.loads(f'{{"n": {number}}}')
 
 
 # --- the Json type of the datasets library
@@ -210,9 +193,8 @@ def test_json_of_the_datasets_library(form, model, tmp_path):
     kind = {"a list of Json": List(Json()), "all of it Json": Json(), "arguments": List(message)}[form]
     rows = datasets.Dataset.from_list(MIXED, features=datasets.Features({"messages": kind}))
     expected = tokenize(model, write_jsonl(tmp_path / "in.jsonl", MIXED))
-    assert [row["messages"][1].get("tool_calls") or None for row in rows] == [
-        row["messages"][1].get("tool_calls") for row in MIXED
-    ]
+    theirs, ours = ([row["messages"][1].get("tool_calls") or None for row in one] for one in (rows, MIXED))
+    assert theirs == ours
     rows.save_to_disk(tmp_path / "saved")
     (tmp_path / "parquet").mkdir()
     rows.to_parquet(tmp_path / "parquet" / "train-0.parquet")
@@ -291,30 +273,25 @@ def test_messages_as_json_text_for_the_other_readers(tmp_path):
         assert found.messages == CHAT[:1]
 
 
-def test_marks_in_messages_as_json_text_are_checked_as_in_lists(model, tmp_path):
+NO_LISTS = {'[{"role": "user"': "not JSON", "['a']": "not JSON", "hello": ".*got 'hello'", "[]": r".*got \[\]"}
+
+
+def test_marks_in_messages_as_json_text_are_checked_as_in_lists_and_other_texts_are_refused(model, tmp_path):
     row = {"messages": [USER, {"role": "assistant", "content": "20", "score": 0.1}]}
     pd.DataFrame([in_cells(row)]).to_csv(tmp_path / "in.csv", index=False)
     with pytest.raises(RefusedColumn, match=r"in.csv:2: has 'messages.score'"):
         tokenize(model, tmp_path / "in.csv")
+    for text, reason in NO_LISTS.items():
+        pd.DataFrame({"messages": [text]}).to_csv(tmp_path / "in.csv", index=False)
+        with pytest.raises(ValueError, match=f"'messages':? {reason}"):
+            tokenize(model, tmp_path / "in.csv")
 
 
-NO_LISTS = {'[{"role": "user"': "not JSON", "['a']": "not JSON", "hello": ".*got 'hello'", "[]": r".*got \[\]"}
-
-
-@pytest.mark.parametrize("text", NO_LISTS)
-def test_text_that_is_no_list_of_messages(text, model, tmp_path):
-    pd.DataFrame({"messages": [text]}).to_csv(tmp_path / "in.csv", index=False)
-    with pytest.raises(ValueError, match=f"'messages':? {NO_LISTS[text]}"):
-        tokenize(model, tmp_path / "in.csv")
-
-
-@pytest.mark.parametrize("text", ["[{'role': 'user'}] is Python", "[1, 2]", '[{"a": 1}]', "[", '["role"]', "[]"])
-def test_texts_that_only_look_like_lists_stay_texts(text):
-    row = {"prompt": text, "completion": text}
-    fields = read_fields(row, "completion", paths=OWN_NAMES, tally=Counter())
-    assert read_example(fields, "completion", is_given=False).completion == text
-    pair = read_pair({"prompt": text, "chosen": text, "rejected": "No."})
-    assert pair.chosen.completion == text
+def test_texts_that_only_look_like_lists_stay_texts():
+    for text in ("[{'role': 'user'}] is Python", "[1, 2]", '[{"a": 1}]', "[", '["role"]', "[]"):
+        fields = read_fields(dict(prompt=text, completion=text), "completion", paths=OWN_NAMES, tally=Counter())
+        assert read_example(fields, "completion", is_given=False).completion == text
+        assert read_pair(dict(prompt=text, chosen=text, rejected="No.")).chosen.completion == text
 
 
 def test_cells_that_pandas_prints_for_missing_values_are_noted(model, tmp_path, capsys):
@@ -327,12 +304,10 @@ def test_cells_that_pandas_prints_for_missing_values_are_noted(model, tmp_path, 
     assert "'note'" not in said
 
 
-PRINTED = [{"role": "user", "content": "It's 20?"}]
-
-
 def test_lists_as_python_prints_them_are_refused(model, tmp_path):
     """What pandas writes to .csv of a column of lists, also of numpy's; as texts they would be trained as they are."""
-    frames = [pd.DataFrame({name: [PRINTED] for name in names}) for names in (["messages"], ["prompt", "completion"])]
+    said = [{"role": "user", "content": "It's 20?"}]
+    frames = [pd.DataFrame({name: [said] for name in names}) for names in (["messages"], ["prompt", "completion"])]
     frames[0].to_parquet(tmp_path / "in.parquet")
     frames.append(pd.read_parquet(tmp_path / "in.parquet"))
     for frame in frames:
@@ -341,7 +316,7 @@ def test_lists_as_python_prints_them_are_refused(model, tmp_path):
             tokenize(model, tmp_path / "in.csv")
         with pytest.raises(ValueError, match=r"--prompts: .*\n  in.csv:2: .*Python .*JSON"):
             read_prompts([str(tmp_path / "in.csv")], None)
-    printed = str(PRINTED)
+    printed = str(said)
     for read, row in (
         (read_pair, {"prompt": "a", "chosen": printed, "rejected": "b"}),
         (read_pair, {"prompt": printed, "chosen": "a", "rejected": "b"}),
@@ -365,16 +340,12 @@ def test_words_labels_and_images_as_json_text():
     assert read_column({"image": "[a].png"}) == ["[a].png"]
 
 
-@pytest.mark.parametrize("answer", [float("nan"), b"x", decimal.Decimal("1.5")])
-def test_answers_of_prompts_that_json_has_not(answer, tmp_path):
-    for question in ("question", "prompt"):
+def test_answers_of_prompts_that_json_has_not_and_other_columns_that_are_the_same_when_read_again(tmp_path):
+    """NaN differs from itself, so a continued run took such a row for another one."""
+    for question, answer in product(("question", "prompt"), (float("nan"), b"x", decimal.Decimal("1.5"))):
         pq.write_table(pa.table({question: ["2+2?"], "answer": pa.array([answer])}), tmp_path / "p.parquet")
         with pytest.raises(ValueError, match=r"p.parquet:1: the answer .*JSON"):
             read_prompts([str(tmp_path / "p.parquet")], None)
-
-
-def test_rows_of_prompts_are_the_same_when_they_are_read_again(tmp_path):
-    """NaN differs from itself, so a continued run took such a row for another one."""
     columns = {"question": ["2+2?"], "score": [float("nan")], "deep": [{"x": [float("inf"), 1.0]}]}
     pq.write_table(pa.table(columns), tmp_path / "p.parquet")
     (prompt,) = read_prompts([str(tmp_path / "p.parquet")], None)

@@ -41,6 +41,7 @@ from mini_trainer.options import LoRAOptions, TrainOptions, group_options
 from mini_trainer.osft import OSFTLinear
 from mini_trainer.run.auto_settings import MemoryCounter
 from mini_trainer.run.images import count_set_images
+from mini_trainer.run.inputs import RunInputs
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, lay_out_model, simulate_step
 from mini_trainer.run.start import choose_method, open_inputs
@@ -51,31 +52,35 @@ FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {family: save_vision_model(root, family) for family in ("qwen2.5-vl", "llava")}
+    return {family: save_vision_model(tmp_path_factory.mktemp(family), family) for family in ("qwen2.5-vl", "llava")}
 
 
 @pytest.fixture(scope="module")
-def data(models, tmp_path_factory) -> dict[str, Path]:
-    found = {}
-    for family, model in models.items():
-        directory = tmp_path_factory.mktemp(family)
-        found[family] = tokenize(make_rows(directory), model, directory)
-    return found
+def data(models) -> dict[str, Path]:
+    return {family: tokenize(make_rows(model.parent), model, model.parent) for family, model in models.items()}
+
+
+UNUSED = dict(model_name_or_path="", data_path="", output_dir="", activation_checkpointing="none",
+              compute_dtype="float32")  # fmt: skip
+
+
+def make_objective(path: Path, freeze: tuple[str, ...] = ("vision",), **settings: object) -> VisionLanguage:
+    family, config = VisionLanguageFamily(TextFamily(), freeze, **settings), AutoConfig.from_pretrained(path)
+    assert family.check_config(config, trust_remote_code=False) is None
+    return VisionLanguage(family.complete(config, None, trust_remote_code=False))
 
 
 def build(path: Path, world, freeze: tuple[str, ...] = ("vision",), method: Method | None = None, **options: object):
-    given = dict(model_name_or_path="", data_path="", output_dir="", activation_checkpointing="none",
-                 compute_dtype="float32")  # fmt: skip
-    options, source = group_options(TrainOptions, **given | options), load_source(path)
-    family = VisionLanguageFamily(TextFamily(), freeze)
-    assert family.check_config(source.config, trust_remote_code=False) is None
-    objective = VisionLanguage(family.complete(source.config, None, trust_remote_code=False))
-    packed = build_model(
-        source, options.compute, options.sharding, objective=objective, method=method or Full(), world=world
-    )
+    options, source = group_options(TrainOptions, **UNUSED | options), load_source(path)
+    objective = make_objective(path, freeze)
+    given = dict(objective=objective, method=method or Full(), world=world)
+    packed = build_model(source, options.compute, options.sharding, **given)
     check_model(packed, objective, world=world)
     return objective, packed
+
+
+def llama4(*values: object):
+    return pytest.param("llama4", *values, marks=[pytest.mark.wide, *lacking("torchvision")])
 
 
 def pack_all(objective: VisionLanguage, rows: TokenizedData) -> MicroBatch:
@@ -145,11 +150,8 @@ PARTS = {"vision": "vision_tower", "projector": "multi_modal_projector", "langua
 @pytest.mark.parametrize("mode", ["none", long("selective"), long("full")])
 def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_models_own(mode, models, data, world):
     """In every mix of parts, and with every way to keep activations; a mix has its own, to try each once."""
-    mixes = {
-        "none": [("vision", "projector"), ("projector", "language")],
-        "selective": [("vision", "language"), ("projector",)],
-        "full": [("language",), ("vision",)],
-    }
+    mixes = dict(none=[("vision", "projector"), ("projector", "language")],
+                 selective=[("vision", "language"), ("projector",)], full=[("language",), ("vision",)])  # fmt: skip
     rows = TokenizedData(data["llava"])
     total, gradients = run_all_plain(load(models["llava"]), models["llava"], rows)
     for freeze in mixes[mode]:
@@ -175,8 +177,7 @@ def test_llama_4_packs_tiles_as_its_own_forward_reads_them(dtype, world, tmp_pat
     """Tiles as its processor makes them, in bf16 and several for an image, without the package that it needs."""
     path = save_vision_model(tmp_path, "llama4")
     source, random = load_source(path), np.random.default_rng(0)
-    options = group_options(TrainOptions, model_name_or_path="", data_path="", output_dir="",
-                            activation_checkpointing="none", compute_dtype=dtype)  # fmt: skip
+    options = group_options(TrainOptions, **UNUSED | {"compute_dtype": dtype})
     objective = VisionLanguage(VisionLanguageFamily(TextFamily(), ("nothing",)))
     packed = build_model(source, options.compute, options.sharding, objective=objective, method=Full(), world=world)
     patches = [source.config.image_token_id] * 4  # of a tile
@@ -199,9 +200,7 @@ def test_llama_4_packs_tiles_as_its_own_forward_reads_them(dtype, world, tmp_pat
         assert_same(param.grad, model.get_parameter(name).grad, name)
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma3", pytest.param("llama4", marks=[pytest.mark.wide, *lacking("torchvision")])]
-)
+@pytest.mark.parametrize("family", ["gemma3", llama4()])
 def test_tokens_for_parts_of_images_typed_in_texts_are_refused(family, tmp_path):
     """Where the chat template writes another one."""
     token = VISION_MODELS[family].tokens[0]
@@ -262,9 +261,8 @@ def test_adapters_on_language_on_vision_and_on_both_are_pefts(models, data, worl
     assert same == {name for name in language if name.endswith("q_proj")}
     vision = train_adapters("llava", make_lora("q_proj"), ("language",), models, data, world)
     assert len(vision) == 2 and all(name.startswith("vision_tower") for name in vision)
-    both = train_adapters(
-        "qwen2.5-vl", make_lora("q_proj", "attn.qkv", r"merger\.mlp\.0"), ("nothing",), models, data, world
-    )
+    method = make_lora("q_proj", "attn.qkv", r"merger\.mlp\.0")
+    both = train_adapters("qwen2.5-vl", method, ("nothing",), models, data, world)
     assert len(both) == 5 and {name.split(".")[0] for name in both} == {"visual", "language_model"}
 
 
@@ -299,10 +297,7 @@ def train(world, output_dir: Path, model: Path, *, num_ranks: int = 1, **options
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "cap"),
-    [("qwen2.5-vl", 120), pytest.param("llama4", 160, marks=[pytest.mark.wide, *lacking("torchvision")])],
-)
+@pytest.mark.parametrize(("family", "cap"), [("qwen2.5-vl", 120), llama4(160)])
 def test_runs_do_not_depend_on_ranks_and_resume_bit_for_bit_and_export_the_same_class(family, cap, world, tmp_path):
     """Four ranks, of which most have no image in a micro-batch, with tower and projector trained; validations, too."""
     model_dir = save_vision_model(tmp_path, family)
@@ -392,21 +387,12 @@ COSTED_FAMILIES = ("qwen2.5-vl", "llava-next", "internvl", "gemma3")
 NUM_TOKENS, NUM_TRAINED = 600, 300
 
 
-def make_objective(path: Path, **settings: object) -> VisionLanguage:
-    family, config = VisionLanguageFamily(TextFamily(), ("vision",), **settings), AutoConfig.from_pretrained(path)
-    assert family.check_config(config, trust_remote_code=False) is None
-    return VisionLanguage(family.complete(config, None, trust_remote_code=False))
-
-
 @pytest.mark.parametrize("family", exact_families(COSTED_FAMILIES))
 def test_patches_are_those_that_the_processor_makes(family, tmp_path):
     vision_inputs = make_objective(save_vision_model(tmp_path, family)).family.vision_inputs
-    for seed in range(6):
-        image = make_image(seed)
-        made = vision_inputs.processor(
-            text=[vision_inputs.processor.image_token], images=[[image]], return_tensors="pt"
-        )
-        pixels = made["pixel_values"]
+    processor = vision_inputs.processor
+    for image in map(make_image, range(6)):
+        pixels = processor(text=[processor.image_token], images=[[image]], return_tensors="pt")["pixel_values"]
         if pixels.ndim < 4:  # patches, laid out
             num_made = math.prod(pixels.shape[:-1])
         else:  # of 4 x 4 pixels, of images whose last rows and columns may be no whole one
@@ -447,10 +433,8 @@ def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, 
         train_on(1, world, **OPTIONS | most | dict(output_dir=tmp_path / name, max_tokens_per_gpu=900) | options)
         return read_rows(tmp_path / name)
 
-    rows = Mixture([TokenizedData(data[family])])
-    count_set_images(
-        rows, make_objective(models[family]).family.vision_inputs.count_patches, cap=None, drop_overlong=False
-    )
+    rows, vision_inputs = Mixture([TokenizedData(data[family])]), make_objective(models[family]).family.vision_inputs
+    count_set_images(rows, vision_inputs.count_patches, cap=None, drop_overlong=False)
     cap = int(rows.images.patches.max())
     plain, capped = train("plain"), train("capped", max_image_tokens_per_gpu=cap)
     for row, other in zip(plain, capped, strict=True):
@@ -464,10 +448,15 @@ def test_runs_keep_the_cap_of_patches_and_compute_the_same(models, data, world, 
     assert dropped["loss"] != plain[0]["loss"]
 
 
-def simulate(given: dict, freeze: str) -> StepMemory:
+def open_all(given: dict, freeze: str) -> tuple[TrainOptions, RunInputs]:
     options = group_options(TrainOptions, **given | dict(freeze=(freeze,)))
     inputs = open_inputs(options, device=torch.device("cpu"), world_size=1, start=RunPosition())
     inputs.errors.raise_all()
+    return options, inputs
+
+
+def simulate(given: dict, freeze: str) -> StepMemory:
+    options, inputs = open_all(given, freeze)
     load = Load(NUM_TOKENS, NUM_TRAINED, longest=inputs.longest, accumulates=False)
     step_options = choose_step_options(options)
     planned = lay_out_model(step_options, inputs, options.compute, choose_method(options))
@@ -484,12 +473,9 @@ def test_the_simulated_peak_is_that_of_a_real_step_with_images(family, elsewhere
                            output_dir=str(tmp_path / "run"), activation_checkpointing="none",
                            max_tokens_per_gpu=NUM_TOKENS)  # fmt: skip
     for freeze in ("nothing", "vision"):
-        options = group_options(TrainOptions, **given | dict(freeze=(freeze,)))
-        inputs = open_inputs(options, device=torch.device("cpu"), world_size=1, start=RunPosition())
-        inputs.errors.raise_all()
-        source = load_source(model)
-        packed = build_model(source, options.compute, options.sharding, objective=inputs.objective, method=Full(),
-                             world=world)  # fmt: skip
+        options, inputs = open_all(given, freeze)
+        made = dict(objective=inputs.objective, method=Full(), world=world)
+        packed = build_model(load_source(model), options.compute, options.sharding, **made)
         optimizer, counter = build_optimizer(packed, options.optimization), MemoryCounter()
         for tensor in [*packed.parameters(), *packed.buffers()]:
             counter.count(tensor)
