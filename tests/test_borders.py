@@ -4,7 +4,7 @@ Where tokens stand, found without offsets, is where offsets say.
 """
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
 from small_tokenizers import MAKERS, wrap
@@ -48,6 +48,8 @@ def check_side(tokenizer, side, *, prompt_ids: list[int], text: str, answer: str
 def test_the_whole_answer_is_trained_after_inferences_prompt(tokenizer, prompt):
     masker = ChatMasker(tokenizer)
     prompt_ids = encode_text(prompt, tokenizer, is_rendered=False)
+    ended = encode_text(prompt + tokenizer.eos_token, tokenizer, is_rendered=False)
+    assert ended[-1] == tokenizer.eos_token_id != prompt_ids[-1]  # the prompt's own
     pairs = [Preference(prompt, Completion(prompt, one), Completion(prompt, "Quito")) for one in ANSWERS]
     rated = [Feedback(prompt, Completion(prompt, one), True) for one in ANSWERS]
     completions = masker.mask([Completion(prompt, answer) for answer in ANSWERS])
@@ -103,6 +105,7 @@ def mixed_tokenizer():
     return train_tokenizer(["How many are 12 and 30? 42 user assistant 好 é 😀 the"] * 9, vocab_size=350)
 
 
+@example(text=" \U0001f000", special="")  # its first bytes are in the space's token
 @given(
     text=st.text(
         st.one_of(st.sampled_from("How many 12好é😀\u0301 \n"), st.characters(exclude_categories=["Cs"])), max_size=30
@@ -115,7 +118,9 @@ def test_tokens_stand_where_offsets_say(mixed_tokenizer, text, special):
     exact = mixed_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     assert isinstance(fast, ByteEncoding)
     assert fast.ids == exact.ids and len(fast) == len(exact)
-    starts = {start for start, _ in exact.offsets}
+    # A token of a character's later bytes does not begin there.
+    ends = [0, *(end for _, end in exact.offsets)]
+    starts = {start for (start, _), end in zip(exact.offsets, ends, strict=False) if end <= start}
     for at in range(len(text)):
         token = fast.find_start(at)
         assert token is None or exact.offsets[token][0] == at, "it begins there"

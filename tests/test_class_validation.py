@@ -93,13 +93,20 @@ def test_ranks_and_kills_change_no_score_and_no_best(world, tmp_path):
 
 
 @pytest.mark.parametrize(("label_type", "num_labels"), [("multi", 3), ("regression", 2)])
-def test_several_labels_and_values_are_scored(label_type, num_labels, world, tmp_path):
+def test_several_labels_and_values_are_scored_and_the_best_is_chosen(
+    label_type, num_labels, world, tmp_path, monkeypatch
+):
     data = dict(label_type=label_type, num_labels=num_labels)
     inputs, run = make_inputs(tmp_path, **data), tmp_path / "run"
-    metric = "f1_micro" if label_type == "multi" else "spearman"
+    metric, choose = ("f1_micro", max) if label_type == "multi" else ("mae", min)
+    latest = []
+    monkeypatch.setattr("mini_trainer.run.exports.link_beside", lambda export, name: latest.append(export.name))
     train_on(1, world, **inputs, **OPTIONS, best_metric=metric, output_dir=run)
+    assert latest == ["samples_24"]  # and never the best one
     targets, logits, _ = predict(run / "hf_format" / "samples_24", **data)
-    row = read_validations(run)[-1]
+    *rows, row = read_validations(run)[1:]
+    best = json.loads((run / "hf_format" / "best" / "validation.json").read_text())
+    assert best[metric] == choose(each[metric] for each in (*rows, row))
     if label_type == "multi":
         predicted = logits > 0
         assert row["accuracy"] == pytest.approx(metrics.accuracy_score(targets, predicted))
@@ -107,6 +114,7 @@ def test_several_labels_and_values_are_scored(label_type, num_labels, world, tmp
         assert row["f1_micro"] == pytest.approx(metrics.f1_score(targets, predicted, average="micro"))
     else:
         assert row["mse"] == pytest.approx(row["loss"]) == pytest.approx(np.square(targets - logits).mean(), rel=1e-5)
+        assert row["mae"] == pytest.approx(np.abs(targets - logits).mean(), rel=1e-5)
         pearson = np.mean([stats.pearsonr(targets[:, i], logits[:, i]).statistic for i in range(2)])
         assert row["pearson"] == pytest.approx(pearson, abs=1e-5)
 

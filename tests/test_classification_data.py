@@ -353,6 +353,8 @@ BROKEN = {  # file, what follows two good rows (or a whole file), the message
                          r"empty_word.jsonl:1: 'tokens, word 2' is ' '"),
     "lost_word.jsonl": ('{"tokens": ["a", "\u200b"], "labels": ["O", "B"]}\n'.encode(),
                         r"lost_word.jsonl:1: word 2, '.*', .*no token"),
+    "lost_first.jsonl": ('{"tokens": ["\u200b", "a"], "labels": ["O", "B"]}\n'.encode(),
+                         r"lost_first.jsonl:1: word 1, '.*', .*no token"),
     "mixed.jsonl": (ROW + b'{"tokens": ["x"], "labels": ["pos"]}\n',
                     r"mixed.jsonl:1\) .*mixed.jsonl:3\); .*--label-type"),
     "one_hot.jsonl": (b'{"text": "a", "label": [0, 1, 0]}\n{"text": "b", "label": [1, 2]}\n',

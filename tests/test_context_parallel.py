@@ -5,6 +5,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from breadth import long
@@ -77,16 +78,21 @@ def test_shared_rows_give_the_gradient_of_whole_ones(name, num_sharing, results)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_parts_of_a_row_are_the_row(lengths, num_sharing):
     samples, objective = make_samples_of(lengths, seed=0), CausalLM()
-    whole = objective.pack(samples)
-    parts = [objective.pack(samples, row_group=RowGroup(None, rank, num_sharing)) for rank in range(num_sharing)]
+    given = dict(sources=np.arange(len(samples)), num_sources=len(samples))
+    samples = [sample | {"loss_weights": np.random.default_rng(0).random(len(sample["labels"]))} for sample in samples]
+    whole = objective.pack(samples, **given)
+    groups = [RowGroup(None, rank, num_sharing) for rank in range(num_sharing)]
+    parts = [objective.pack(samples, row_group=group, **given) for group in groups]
     num_tokens = whole.row.input_ids.shape[1]
     assert len({part.row.input_ids.shape for part in parts}) == 1 and parts[0].row.input_ids.shape[1] >= 2
-    for kind, name, dim in (("row", "input_ids", 1), ("row", "position_ids", 1), ("targets", "labels", 0)):
+    for kind, name, dim in (("row", "input_ids", 1), ("row", "position_ids", 1), ("targets", "labels", 0),
+                            ("targets", "weights", 0)):  # fmt: skip
         joined = torch.cat([getattr(getattr(part, kind), name) for part in parts], dim)
         assert torch.equal(joined.narrow(dim, 0, num_tokens), getattr(getattr(whole, kind), name)), name
     starts = [rank * len(part.targets.labels) for rank, part in enumerate(parts)]
     trained = [part.targets.index + start for part, start in zip(parts, starts, strict=True)]
     assert torch.equal(torch.cat(trained), whole.targets.index)
+    assert torch.equal(torch.cat([part.targets.sources for part in parts]), whole.targets.sources)
     for part in parts:
         assert part.row.seq_lengths[: len(whole.row.seq_lengths)] == whole.row.seq_lengths
         assert sum(part.row.seq_lengths) == num_sharing * len(part.targets.labels) == part.row.cu_seqlens[-1]

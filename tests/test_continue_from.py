@@ -217,6 +217,8 @@ def test_wrong_checkpoints_are_refused_by_name(inputs, world, first, second, tmp
         "master-weights": dict(master_weights="bfloat16"),
     }.items():
         refuse(rf"--continue-from \S*step_3: .*other {name}", **changes)
+    own = str(second / "checkpoints" / "step_1")
+    refuse(r"--resume \S*step_1: .*newer checkpoints", output_dir=second, resume=own)
     refuse(r"--schedule-steps 6: .* 4 steps, after 3 .* 7: ", max_steps=4)
     other = FAMILIES["llama"].from_dict(FAMILIES["llama"].to_dict() | dict(num_hidden_layers=1, intermediate_size=56))
     model = save_tokenizer(save_model(other, tmp_path / "other"))

@@ -101,7 +101,10 @@ def test_multi_label_counts_are_those_of_the_kept_rows_and_weights_have_to_train
     data = Mixture([TokenizedData(write_classified(tmp_path / "a.arrow", samples, model, **given))])
     data.take_subset(9, seed=1)
     counts, num_targets = data.count_labels()
-    assert counts.tolist() == np.sum([samples[row][1] for row in data.kept], axis=0).tolist() and num_targets == 9
+    kept = np.array([samples[row][1] for row in data.kept])
+    assert counts.tolist() == kept.sum(axis=0).tolist() and num_targets == 9
+    balanced = choose_class_weights(("balanced",), data.task, data.count_labels)
+    assert balanced == pytest.approx((kept == 0).sum(axis=0) / kept.sum(axis=0))
     task = DataTask("sequence-classification", "single", ("a", "b"), 2)
     with pytest.raises(ValueError, match=r"--class-weights 0 1: every class in the data has weight 0"):
         choose_class_weights(("0", "1"), task, lambda: (np.array([5.0, 0.0]), 5))

@@ -136,6 +136,8 @@ def test_a_token_beyond_the_vocabulary_is_named_in_an_exports_config():
     config = LlamaConfig(bos_token_id=7, pad_token_id=7)
     follow_tokenizer(config, SimpleNamespace(bos_token_id=8, pad_token_id=9), vocab_size=9)
     assert (config.bos_token_id, config.pad_token_id) == (8, 7)
+    follow_tokenizer(config, SimpleNamespace(bos_token_id=None, pad_token_id=3), vocab_size=9)
+    assert (config.bos_token_id, config.pad_token_id) == (8, 3)
 
 
 def test_every_type_has_its_place(tmp_path):

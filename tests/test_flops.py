@@ -102,9 +102,12 @@ def test_metrics_of_a_step_are_those_of_all_ranks_data_sets_and_layers(model, tm
     assert (found["loss"], found["epoch"], found["mfu"]) == (2.0, 0.75, 82 * 600 / 2 / 2000)
     assert found["rank_balance"] == (25.5 + 15.5) / (31 + 31) and found["packing_efficiency"] == 82 / (2 * 2 * 40)
     assert (found["router_aux_loss"], found["expert_balance"]) == (0.5, (2 + 2) / (3 + 4))
-    assert [(own["loss"], own["num_samples"]) for own in found["sources"].values()] == [(2.0, 1), (2.0, 2)]
+    found_of = [[own[name] for name in ("loss", "num_samples", "epoch")] for own in found["sources"].values()]
+    assert found_of == [[2.0, 1, 0.75], [2.0, 2, 0.75]]  # 3 of each set's 4 samples
     assert describe_bad_step(batch, sums).endswith("Rows of " + data.name_rows([4]) + " (rank 1)")
     shared = replace(batch, num_sharing=2)  # four ranks, of which the last two share the second's row
+    found = meter.measure(shared, sums, RunPosition(2, 6, 999, 3), lr=0.1, seconds=1.5)
+    assert (found["packing_efficiency"], found["mfu"]) == (82 / (2 * 4 * 40), 82 * 600 / 2 / 4000)
     said = describe_bad_step(shared, replace(sums, bad_micro_batches=[(0, 2)]))
     assert said.endswith(f"Rows of {data.name_rows([4])} (rank 2)")
 

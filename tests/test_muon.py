@@ -19,6 +19,7 @@ from mini_trainer.model.optim.optimizers import choose_rates, set_step
 from mini_trainer.options import OptimizationOptions
 
 MUON = dict(optimizer="muon", learning_rate=2e-3, weight_decay=0.1)
+ADAMW = dict(lr=0.0, betas=(0.9, 0.95), eps=1e-8)
 TINY = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=8, pad_token_id=None, bos_token_id=None, eos_token_id=None)  # fmt: skip
 OWN = {
@@ -57,7 +58,7 @@ def step_both(world, *, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Te
     ours = list(map(torch.nn.Parameter, gather(theirs)))
     groups = [{"params": ours, "weight_decay": 0.1, "rate": 1.0}]
     layouts = dict.fromkeys(ours[:3], Layout()) | {ours[3]: Layout((48, 8))}
-    muon = Muon(groups, layouts, lr=0.0, betas=(0.9, 0.95), eps=1e-8, compute_dtype=dtype)
+    muon = Muon(groups, layouts, **ADAMW, compute_dtype=dtype)
     reference = torch.optim.Muon(theirs, lr=0.0, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for step in range(5):
         for other in theirs:
@@ -90,10 +91,10 @@ def test_a_missing_gradient_is_one_of_zeros(world):
     ends = []
     for missing in (None, torch.zeros_like(start)):
         param = torch.nn.Parameter(DTensor.from_local(start.clone(), world.mesh, [Shard(0)]))
-        muon = Muon([{"params": [param], "weight_decay": 0.5}], {param: Layout()}, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+        muon = Muon([{"params": [param], "weight_decay": 0.5, "rate": 2.0}], {param: Layout()}, **ADAMW)
         for step, given in enumerate((missing, gradient, missing)):
             param.grad = None if given is None else DTensor.from_local(given, world.mesh, [Shard(0)])
-            set_step(muon, step=step, learning_rate=0.1)
+            set_step(muon, step=step, learning_rate=0.05)
             muon.step()
             if step == 0:
                 torch.testing.assert_close(param.to_local(), start * 0.95)  # it only decays

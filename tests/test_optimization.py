@@ -25,6 +25,7 @@ from transformers import (
     get_scheduler,
 )
 
+from mini_trainer.model.optim import optimizers
 from mini_trainer.model.optim.optimizers import (
     build_optimizer,
     clip_gradients,
@@ -111,13 +112,17 @@ def test_clipping_scales_only_what_is_too_long():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_combines_what_the_ranks_say(bad, monkeypatch):
     """Two replicas have the same gradient, which counts once, in fp64. Both are asked to stop, and a loss of
-    each is not finite."""
+    each is not finite. The other one has twice the memory and waits twice as long."""
+    other = torch.ones(6, dtype=torch.float64)
+    other[1:3] = 2
+    monkeypatch.setattr(optimizers, "peak_memory", lambda device: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_gather", lambda rows, row: [each.copy_(row) for each in rows])
+    monkeypatch.setattr(dist, "all_gather", lambda rows, row: (rows[0].copy_(row), rows[1].copy_(row * other)))
     sums = [LossSums(torch.tensor(loss)) for loss in (1.0, bad)]
     gradient, device = torch.full((3_000_017,), 0.1), torch.device("cpu")
-    found = reduce_step(sums, [gradient], device=device, num_shards=1, data_wait_seconds=0.0, flags=2)
+    found = reduce_step(sums, [gradient], device=device, num_shards=1, data_wait_seconds=0.5, flags=2)
     assert found.grad_norm == pytest.approx(gradient[0].item() * math.sqrt(len(gradient)), rel=1e-9)
+    assert (found.peak_memory_bytes, found.data_wait_seconds) == (6, 1.0)
     assert (found.flags, sorted(found.bad_micro_batches), found.finite) == (2, [(1, 0), (1, 1)], False)
 
 

@@ -24,6 +24,7 @@ from transformers import Qwen3Config
 from mini_trainer.data.columns.base import DataTask
 from mini_trainer.distributed.ending import ExitCode
 from mini_trainer.model import activation_memory
+from mini_trainer.model.optim.averages import make_average
 from mini_trainer.model.optim.optimizers import build_optimizer, reduce_step
 from mini_trainer.model.sharding import prepare_backward
 from mini_trainer.objectives.families.text import TextFamily
@@ -48,7 +49,7 @@ SIMULATIONS = [  # family, options
     long("mixtral", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
     wide("phi_head_bias", dict(activation_checkpointing="selective")),
     wide("mistral_window", dict(optimizer="adamw8bit", master_weights="bfloat16")),
-    ("llama", dict(optimizer="muon")),
+    ("llama", dict(optimizer="muon", weight_average="ema", ema_half_life=8)),
     wide("mixtral", dict(compute_dtype="bfloat16", micro_batch_grad_sync="last", reshard_after_forward="never")),
     wide("llama", dict(activation_checkpointing="none", osft=True, osft_unfreeze_rank_ratio=0.25)),
     wide("gated delta net, experts", dict(activation_checkpointing="full")),
@@ -142,9 +143,11 @@ def test_the_simulated_peak_is_that_of_a_real_step(family, changes, elsewhere, w
         **vars(options.sharding),
     )  # fmt: skip
     optimizer = build_optimizer(model, options.optimization)
+    average = make_average(model, options.optimization, end=0)
     counter = MemoryCounter()
     copies = model.placed_weights.copies if model.is_whole else []
-    for tensor in [*model.parameters(), *model.buffers(), *copies]:
+    averages = [] if average is None else average.values.values()
+    for tensor in [*model.parameters(), *model.buffers(), *copies, *averages]:
         counter.count(tensor)
     with counter:
         for _ in range(2):

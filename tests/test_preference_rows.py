@@ -158,10 +158,11 @@ def test_feedback_is_an_answer_and_an_unrelated_one(row, model, tmp_path):
 
 
 def test_pairs_become_feedback(model, tmp_path):
-    rows = [PAIR, PAIR | {"prompt": [{"role": "user", "content": "Who?"}]}]
+    rows = [PAIR, PAIR | {"prompt": [{"role": "user", "content": "Who?"}], "weight": 2}]
     process(rows, model, tmp_path, "--feedback-from-pairs")
     data = TokenizedData(tmp_path / "data.arrow")
-    assert [data.read(i)["good"].item() for i in range(4)] == [1, 0, 1, 0]
+    numbers = [[data.read(i)[name].item() for name in ("good", "pair_weight")] for i in range(4)]
+    assert numbers == [[1, 1], [0, 1], [1, 2], [0, 2]]
     first, second = (read_sides(tmp_path / "data.arrow", model, i) for i in range(2))
     assert [first[0], second[0]] == [(CHAT, GOOD + END), (CHAT, BAD + END)]
     assert first[1] == (CHAT, GOOD + END)  # the next row with another prompt

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from mini_trainer.objectives.preferences import LOSSES, sum_logps
 from mini_trainer.options import group_options
 from mini_trainer.options.tools import ScoreDataOptions
 from mini_trainer.run.record import find_changes
-from mini_trainer.run.references import split_rows
+from mini_trainer.run.references import identify_reference, split_rows
 from mini_trainer.sampler import draw_samples
 from mini_trainer.tools.score_data import score
 
@@ -273,12 +274,12 @@ def make_kto_options(root: Path, models: tuple[Path, Path], **changes: object) -
 
 
 def measure_kto_plainly(model, reference, data: Mixture, rows: list[int]) -> tuple[torch.Tensor, float]:
-    """The loss, and the point of reference, which is of all rows."""
+    """The loss, and the point of reference, which is of all rows that have an unrelated answer."""
     ratios, unrelated = [], []
     for row in rows:
         sample = data.read(row)
-        labels = np.split(sample["labels"], sample["sequence_lengths"][:1])
-        for sequence, found in zip(zip(list_sequences(sample), labels, strict=True), (ratios, unrelated), strict=True):
+        labels = np.split(sample["labels"], sample["sequence_lengths"][:-1])
+        for *sequence, found in zip(list_sequences(sample), labels, (ratios, unrelated), strict=False):
             with torch.no_grad():
                 known = sum_plainly(reference, *sequence)
             found.append(sum_plainly(model, *sequence) - known)
@@ -355,6 +356,19 @@ def test_a_run_resumes_only_with_the_loss_and_the_reference_that_it_began_with(m
     copied = shutil.copytree(models[0], tmp_path / "copied")
     train_on(1, world, **options | dict(max_steps=2, reference_model=copied))
     assert len(read_rows(tmp_path / "run")) == 2
+
+
+def test_values_of_another_reference_are_not_taken_for_this_ones(models):
+    """Neither of other statistics of OSFT, nor of other rounding, another type, or a checkpoint's weights."""
+
+    def identify(*, data: str = "", base: str = "none", dtype: str = "float32", origin: str | None = None) -> str:
+        return identify_reference(SimpleNamespace(
+            other_models={}, method=SimpleNamespace(list_data_hashes=lambda: [data]), model_dir=str(models[0]),
+            values={"base_quantization": base}, compute_dtype=dtype, origin=origin and SimpleNamespace(digest=origin),
+        ))  # fmt: skip
+
+    others = [identify(**{name: "x"}) for name in ("data", "base", "dtype", "origin")]
+    assert len({identify(), *others}) == 5 and identify() == identify()
 
 
 def test_a_checkpoint_that_notes_down_no_loss_of_preferences_has_the_defaults(models, world, tmp_path):

@@ -58,14 +58,17 @@ def test_a_run_is_transformers_own_on_any_ranks_and_however_it_is_divided(inputs
 
 @pytest.mark.slow
 def test_dropout_is_other_dropout_in_every_step_on_every_rank_and_of_every_seed(world, tmp_path):
-    """At a learning rate of 0, on equal samples of which each rank has one, where only dropout moves the loss."""
+    """At a learning rate of 0, on equal samples of which each rank has one, where only dropout moves the loss. The same
+    run again has validations, without dropout."""
     config = GPT2Config.from_dict(FAMILIES["gpt2"].to_dict() | dict(attn_pdrop=0.3, resid_pdrop=0.3, embd_pdrop=0.3))
     model = save_tokenizer(save_model(config, tmp_path / "model"))
     ids = list(range(3, 33))
     data = write_samples(tmp_path / "data.arrow", [(ids, ids)] * 8)
     options = RUN | dict(model_name_or_path=model, data_path=data, max_tokens_per_gpu=len(ids), learning_rate=0.0)
     losses = {}
-    for name, num_ranks, changes in (("one", 1, {}), ("again", 1, {}), ("two", 2, {}), ("seed", 1, dict(seed=7))):
+    validated = dict(validation_data_path=data, validate_every_steps=1, export_best=False)
+    cases = {"one": (1, {}), "again": (1, validated), "two": (2, {}), "seed": (1, dict(seed=7))}
+    for name, (num_ranks, changes) in cases.items():
         train_on(num_ranks, world, **options | dict(batch_size=num_ranks) | changes, output_dir=tmp_path / name)
         losses[name] = [row["loss"] for row in read_rows(tmp_path / name)]
     assert losses["again"] == losses["one"]

@@ -130,7 +130,7 @@ def balance_together(model: torch.nn.Module, sequences: list[torch.Tensor]) -> t
     return load_balancing_loss_func(together, together[0].shape[-1], num_chosen)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", wide("mixtral"), wide("jetmoe"), wide("qwen3_vl_moe")])
+@pytest.mark.parametrize("name", ["mixtral", wide("qwen3_moe"), wide("jetmoe"), wide("qwen3_vl_moe")])
 def test_the_loss_of_a_global_batch_is_that_of_a_plain_loop(name, paths, data_path, world, tmp_path):
     options = options_of(paths[name], data_path) | dict(max_tokens_per_gpu=41, router_loss_over="global-batch")
     train_here(world, **options, output_dir=str(tmp_path / "run"))

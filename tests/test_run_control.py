@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from breadth import wide
+from in_process import Unwatched
 from processes import ENV, ROOT, is_alive, wait_until
 
 from mini_trainer.distributed.ending import (
@@ -31,6 +32,7 @@ from mini_trainer.distributed.ending import (
 from mini_trainer.distributed.hang import Peer, describe_hang, is_hanging
 from mini_trainer.distributed.lock import RunLock, read_boot_id, write_exit_file
 from mini_trainer.distributed.process import may_be_launcher
+from mini_trainer.distributed.watch import FIRST_STEPS
 from mini_trainer.options import TrainOptions, group_options, parse_duration
 from mini_trainer.run.due import Calendar
 from mini_trainer.sampler import RunPosition
@@ -392,6 +394,19 @@ def test_the_lock_of_another_host_is_watched(lives, tmp_path, monkeypatch):
     toucher.kill()
     toucher.wait()
     assert json.loads((tmp_path / ".lock").read_text()) == holder
+
+
+def test_only_the_first_steps_may_start_over_and_the_limit_of_a_slow_phase_ends_with_it():
+    control = Unwatched(hang_timeout=60, max_seconds=None)
+    control.marks.fewer_tokens = 512
+    for step in range(1, FIRST_STEPS + 1):
+        assert control.marks.fewer_tokens == 512
+        control.step_done(step)
+    assert control.marks.fewer_tokens is None
+    with control.slow("uploads", least=9):
+        assert control.marks.least_slow == 9
+    assert control.marks.least_slow == 0
+    control.close()
 
 
 def test_the_first_to_end_a_run_writes_the_exit_file(tmp_path):

@@ -45,6 +45,7 @@ def make_chunk(*, top_k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     target = torch.randint(V, (R, 1), generator=generator)
     q = teacher.softmax(1)
     top = q.topk(top_k, dim=1)
+    target[0] = top.indices[0, -1]
     tail = q.scatter(1, top.indices, 0).sum(1, keepdim=True)
     return logits, target, teacher, Top(top.indices, torch.cat([top.values, tail], 1).log(), q.gather(1, target).log())
 
@@ -606,6 +607,8 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(divergence, weight, cap, m
     batch = next(iterate_batches(inputs.data, options.data, objective=inputs.objective, num_steps=1,
                                  attention_cost=0.1, world=world))  # fmt: skip
     assert len(batch.micro_batches) > 3 if cap == CAP else len(batch.micro_batches) == 1
+    own, beside = (TokenizedData(tmp_path / f"{name}.arrow").lengths[:] for name in ("data", "seen"))
+    assert inputs.data.load_of(np.arange(NUM_SAMPLES)).squares.tolist() == (own**2 + beside**2).tolist()
     for micro_batch in batch.micro_batches:
         read = sum(len(part.row.input_ids[0]) for part in (micro_batch, micro_batch.targets.seen))
         assert read <= cap  # the teacher's tokens count

@@ -70,14 +70,16 @@ def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_still_do():
     torch.testing.assert_close(hidden.grad, reference[0].grad)
 
 
-def test_bf16_inputs_give_an_fp32_loss_summed_in_fp32():
+def test_bf16_inputs_give_an_fp32_loss_summed_in_fp32_whose_share_is_not_rounded():
     torch.manual_seed(0)
-    hidden, weight = torch.randn(4000, H).bfloat16(), torch.randn(V, H).bfloat16()
+    hidden, weight = torch.randn(4000, H).bfloat16().requires_grad_(), torch.randn(V, H).bfloat16()
     targets = torch.randint(V, (4000,))
     loss = sum_token_loss(TrainedTokens(hidden, weight, targets=targets), chunk_bytes=100 * 4 * V)
     expected = cross_entropy(linear(hidden, weight).double(), targets, reduction="sum")
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    (own,), (exact,) = (torch.autograd.grad(of / 1000, hidden) for of in (loss, expected))
+    assert (own.double() * exact.double()).sum() == pytest.approx(exact.double().square().sum().item(), rel=2e-4)
 
 
 @pytest.mark.parametrize(("bias", "softcap"), [(False, None), (True, 1.5)])

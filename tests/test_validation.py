@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.run.start import open_inputs
-from mini_trainer.run.validation import Progress
+from mini_trainer.run.validation import Progress, Validations
 from mini_trainer.sampler import RunPosition
 
 STEPS, SIZES = 6, dict(held_out=13, other=5)
@@ -134,6 +136,20 @@ def test_the_best_and_what_does_not_improve_on_it():
         progress = progress.after(loss, step=step, more_is_better=False, least=0.1)
     assert (progress.best_step, progress.best_value, progress.num_worse, progress.num_validations) == (4, 1.8, 1, 6)
     assert progress.after(1.95, step=6, more_is_better=True, least=0.1).best_step == 6
+
+
+def test_a_validation_is_no_waiting_for_data(inputs, world, tmp_path, monkeypatch):
+    """By a clock that moves on by a second whenever it is read, and by a minute in a validation."""
+    clock, measure = count(), Validations.measure
+
+    def take_a_minute(*given: object, **named: object) -> bool:
+        return [next(clock) for _ in range(60)] and measure(*given, **named)
+
+    monkeypatch.setattr(Validations, "measure", take_a_minute)
+    monkeypatch.setattr("mini_trainer.train.time", SimpleNamespace(monotonic=clock.__next__))
+    train_here(world, **inputs | dict(max_steps=3, validate_every_steps=1), output_dir=str(tmp_path / "run"))
+    rows = read_lines(tmp_path / "run" / "training_metrics_0.jsonl")
+    assert [row["data_wait_seconds"] for row in rows] == [1, 1, 1]
 
 
 def test_enough_is_the_end_and_a_kill_changes_nothing(inputs, world, tmp_path):

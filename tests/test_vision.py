@@ -47,7 +47,7 @@ from mini_trainer.run.plan.simulation import Load, Ranks, StepMemory, lay_out_mo
 from mini_trainer.run.start import choose_method, open_inputs
 from mini_trainer.sampler import RunPosition
 
-FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3")
+FAMILIES = ("qwen2.5-vl", "qwen3-vl", "llava", "idefics3", "gemma3", "gemma4-both-ways")
 
 
 @pytest.fixture(scope="module")

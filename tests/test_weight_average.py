@@ -1,6 +1,7 @@
 """--weight-average: exact over the steps, through checkpoints and on any number of ranks; exported and validated."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,17 @@ def test_of_lora_only_the_factors_are_kept(inputs, world, tmp_path):
     assert any(not torch.equal(of_average[name], of_plain[name]) for name in of_plain)
 
 
+def test_of_osft_the_weights_enter_that_each_step_has_constrained(inputs, world, tmp_path):
+    run = train(world, inputs, tmp_path, osft=True, osft_unfreeze_rank_ratio=0.5, **CASES["half-life"][0])
+    steps = read_steps(run)
+    names = [name for name in steps[-1] if name.startswith("average/")]
+    assert any(name.endswith("coefficients") for name in names)
+    for before, after in pairwise(steps):
+        for name in names:
+            weight = after[name.replace("average/", "model/")]
+            assert np.array_equal(after[name], average_of([weight], before[name], [1 - 0.5 ** (8 / 16)])), name
+
+
 def test_its_validation_is_that_of_its_export(inputs, world, tmp_path):
     validation = dict(validation_data_path=[inputs["data_path"]], validate_every_steps=STEPS, export_best=False)
     run = train(world, inputs, tmp_path / "run", **validation, **CASES["half-life"][0])
@@ -110,10 +122,14 @@ def test_its_validation_is_that_of_its_export(inputs, world, tmp_path):
         assert of_export[name] == pytest.approx(last[f"average_{name}"], rel=1e-6)
 
 
-def test_old_averages_go_with_their_exports(inputs, world, tmp_path):
+def test_old_averages_go_with_their_exports_and_later_ones_stay(inputs, world, tmp_path):
     exports = dict(keep_exports=1, min_samples_per_checkpoint=8, weight_average="ema", ema_half_life=8)
     run = train(world, inputs, tmp_path, **exports)
     assert sorted(path.name for path in (run / "hf_format").iterdir()) == ["average_samples_40", "latest", "samples_40"]
+    (run / "hf_format" / "samples_99").mkdir()  # of before a resume from an earlier step
+    train(world, inputs, tmp_path, **exports, max_steps=STEPS + 1)
+    names = ["average_samples_48", "latest", "samples_48", "samples_99"]
+    assert sorted(path.name for path in (run / "hf_format").iterdir()) == names
 
 
 def test_one_that_is_switched_on_at_a_resume_begins_at_the_restored_weights(inputs, world, tmp_path):

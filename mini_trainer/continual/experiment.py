@@ -65,12 +65,8 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     """Trains on a task, and returns the model for the next one."""
     settings, own = context.settings, context.prepared[task.name]
     statistics = hand_on_statistics(context, task, model, folder)
-    options = settings.train_options(task) | {
-        "model_name_or_path": model.start,
-        "output_dir": str(folder / "run"),
-        "keep_exports": 1,
-        "seed": context.seed,
-    }
+    options = settings.train_options(task) | {"model_name_or_path": model.start, "output_dir": str(folder / "run")}
+    options |= {"keep_exports": 1, "seed": context.seed}
     if own.validation is not None:
         options["validation_data_path"] = [str(own.validation)]
     options = choose_adapter_options(options, settings, None if model.adapter is None else str(model.adapter))
@@ -161,20 +157,12 @@ def run_experiment(
             write_results(settings, list(done.values()))
 
     folder = runner.root / "start"
-    start = measure(settings.model, choose_sets(settings, []), prepared, settings, folder, runner)
-    if start:
+    if start := measure(settings.model, choose_sets(settings, []), prepared, settings, folder, runner):
         runner.say(folder, describe_row(start))
+    shared = dict(settings=settings, runner=runner, prepared=prepared, held_out=held_out, known=known)
     for i, names in enumerate(orders):
         for seed in settings.seeds:
-            context = Context(
-                settings=settings,
-                runner=runner,
-                prepared=prepared,
-                held_out=held_out,
-                known=known,
-                folder=settings.root / f"order_{i + 1}_seed_{seed}",
-                seed=seed,
-            )
+            context = Context(**shared, folder=settings.root / f"order_{i + 1}_seed_{seed}", seed=seed)
             tasks = [settings.find_task(name) for name in names]
             run_sequence(context, tasks, order=i + 1, start=start, report=report)
     write_results(settings, list(done.values()))
@@ -289,8 +277,7 @@ def hash_inputs(settings: ContinualSettings) -> dict[str, str]:
 
 def hash_known(settings: ContinualSettings, *, where: str) -> dict[str, str]:
     """The hash of the data that the method replays with every task."""
-    known = None if settings.replay is None else settings.replay.known
-    if known is not None and not Path(known).exists():
+    if (known := None if settings.replay is None else settings.replay.known) is not None and not Path(known).exists():
         raise ValueError(f"{where}replay: known: {known} does not exist")
     return {} if known is None else hash_files([Path(known)])
 

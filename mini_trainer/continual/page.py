@@ -104,9 +104,7 @@ def tabulate_kind(kind: str, experiments: Sequence[Experiment]) -> str:
         rows.append([experiment.name + describe_progress(experiment), *map(write_value, own), experiment.method])
         rows.append(["", *("" if one is None else f"[{one.low:.3f}, {one.high:.3f}]" for one in own), ""])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        GAP.join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:-1]), method]) for name, *cells, method in rows
-    ]
+    lines = [GAP.join([name.ljust(widths[0]), *map(str.rjust, row, widths[1:-1]), last]) for name, *row, last in rows]
     head = f"{KIND_NOTES[kind]} (below them: 95 % intervals; ±: standard deviation over sequences)"
     return "\n".join([head, *(line.rstrip() for line in lines)])
 

@@ -59,10 +59,9 @@ def find_replay(context: Context, earlier: Sequence[Task], model: Model, folder:
     found = [context.known]
     for task in earlier:
         place = folder / "replay" / task.name
-        if replay.kind == "rows":
-            found.append(choose_rows(context, task, place))
-        else:
-            found.append(answer(context, task, model, place))
+        found.append(
+            choose_rows(context, task, place) if replay.kind == "rows" else answer(context, task, model, place)
+        )
     return [path for path in found if path is not None]
 
 

@@ -54,7 +54,7 @@ def gather_sample_numbers(samples: Sequence[Sample]) -> SampleNumbers:
 
 
 def gather_reference(samples: Sequence[Sample]) -> Tensor | None:  # (S, 2) fp32
-    return gather_numbers(samples, REFERENCE_COLUMN, ZERO) if REFERENCE_COLUMN in samples[0] else None
+    return gather_numbers(samples, REFERENCE_COLUMN, np.zeros(2)) if REFERENCE_COLUMN in samples[0] else None
 
 
 def gather_numbers(samples: Sequence[Sample], name: str, default: np.ndarray) -> Tensor:  # (S, ...) fp32

@@ -104,8 +104,7 @@ def write_files(to: Conversion, output_dir: Path, *, head: str) -> list[Path]:
         texts[output_dir / output.replace(".arrow", ".yaml")] = describe_file(ProcessDataOptions, source, head)
     notes = "".join(describe_comment(f"{key}: {told}") for key, told in to.told.items() if key in to.noted)
     texts[output_dir / "train.yaml"] = describe_file(TrainOptions, to.train, head + notes)
-    there = [str(path) for path, text in texts.items() if path.exists() and read_bytes(path) != text.encode()]
-    if there:
+    if there := [str(path) for path, text in texts.items() if path.exists() and read_bytes(path) != text.encode()]:
         raise ValueError(f"{', '.join(there)}: already exists with other contents; choose another --output-dir")
     output_dir.mkdir(parents=True, exist_ok=True)
     with written_aside(*texts) as asides:

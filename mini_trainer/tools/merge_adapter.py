@@ -51,8 +51,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
             f"--adapter {adapter}: belongs to a classifier ({config.task_type}), but only adapters of language models"
             " can be merged here: train with --lora-export merged, or merge it with peft"
         )
-    name = options.model_name_or_path or config.base_model_name_or_path
-    if name is None:
+    if (name := options.model_name_or_path or config.base_model_name_or_path) is None:
         raise ValueError(f"--adapter {adapter}: does not name its base model: give --model-name-or-path")
     is_own = name == config.base_model_name_or_path and not Path(name).is_dir()
     revision = options.model_revision or (config.revision if is_own else None)
@@ -97,9 +96,8 @@ def adapts_tower(adapter: Path, model: PreTrainedModel) -> bool:
     """Whether layers outside the language model (vision tower, projector) have adapters."""
     if not is_multimodal(model.config):
         return False
-    outside = tuple(
-        f"{adapter_files.PREFIX}{name}." for name in VisionLanguageFamily(TextFamily()).find_tower_layers(model)
-    )
+    layers = VisionLanguageFamily(TextFamily()).find_tower_layers(model)
+    outside = tuple(f"{adapter_files.PREFIX}{name}." for name in layers)
     with open_tensors(adapter / adapter_files.ADAPTER_WEIGHTS) as file:
         return any(key.startswith(outside) for key in file.keys())  # noqa: SIM118
 

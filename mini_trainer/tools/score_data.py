@@ -155,14 +155,8 @@ class LocalScorer:
     def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
         """The records of the rows' trained tokens, on rank 0. All ranks call this."""
         check_positions(self.model.model, longest=data.longest)
-        scores = score_data(
-            self.model,
-            data.restricted_to(rows),
-            self.objective,
-            cap=self.options.max_tokens_per_gpu,
-            world=self.world,
-            progress=lambda where: None,
-        )
+        chosen, cap = data.restricted_to(rows), self.options.max_tokens_per_gpu
+        scores = score_data(self.model, chosen, self.objective, cap=cap, world=self.world, progress=lambda where: None)
         return self.objective.read_predictions(scores.predictions) if self.world.rank == 0 else np.empty(0)
 
 
@@ -240,12 +234,9 @@ class ServerScorer:
     def ask(self, ids: list[int]) -> Any:
         """The client's answer; one token is generated, the fewest that all servers take."""
         engine = self.engine
+        given = dict(model=engine.model, prompt=ids, max_tokens=1, temperature=0)
         extra = {"prompt_logprobs": self.top_k, "return_token_ids": True}
-        return engine.call(
-            lambda: engine.client.completions.create(
-                model=engine.model, prompt=ids, max_tokens=1, temperature=0, extra_body=extra
-            )
-        )
+        return engine.call(lambda: engine.client.completions.create(**given, extra_body=extra))
 
     def read_positions(self, response: Any, ids: list[int]) -> list[Any]:
         """The server's entry for each position of a prompt."""

@@ -84,9 +84,7 @@ def check_engine(engine: str, options: ServeOptions, arguments: Mapping[str, Any
             " pip install vllm, and --engine vllm"
         )
     if engine == "vllm" and options.allowed_hosts:
-        raise ValueError(
-            "--allowed-hosts has no effect with --engine vllm, whose server does not read a request's Host"
-        )
+        raise ValueError("--allowed-hosts has no effect with --engine vllm: its server does not read a request's Host")
 
 
 def choose_engine(given: str | None) -> str:

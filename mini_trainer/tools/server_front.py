@@ -7,6 +7,7 @@ reaches its port, web pages in the user's browser included.
 import json
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from hmac import compare_digest
 from ipaddress import ip_address
 from typing import Any
@@ -61,8 +62,7 @@ def cut_answer(body: bytes, stops: Sequence[str]) -> bytes:
     for choice in answer["choices"]:
         texts = choice.get("message", choice)
         for name in ("reasoning_content", "content", "text"):
-            ends = [text.find(stop) for text in [texts.get(name) or ""] for stop in stops if stop in text]
-            if ends:
+            if ends := [text.find(stop) for text in [texts.get(name) or ""] for stop in stops if stop in text]:
                 texts[name], choice["finish_reason"] = texts[name][: min(ends)], "stop"
     return json.dumps(answer).encode()
 
@@ -73,22 +73,18 @@ def describe_json(body: bytes, others: Sequence[tuple[bytes, bytes]] = ()) -> li
     return [*kept, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
 
 
+@dataclass(eq=False)
 class Front:
     """An ASGI application that passes requests on to another one, or refuses them. `hosts`: names in a request's Host,
     without ports; None for any. A page of another site is refused by its Origin, unless `allows_origins`. `key`: bearer
     token of requests to /v1; None for none."""
 
-    def __init__(
-        self,
-        behind: Application,
-        *,
-        served: Served,
-        hosts: Collection[str] | None,
-        allows_origins: bool = False,
-        key: str | None = None,
-    ) -> None:
-        self.behind, self.served, self.hosts = behind, served, hosts
-        self.allows_origins, self.key = allows_origins, key
+    behind: Application
+    _: KW_ONLY
+    served: Served
+    hosts: Collection[str] | None
+    allows_origins: bool = False
+    key: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":

@@ -121,8 +121,7 @@ class Served:
             raise Refused(400, "prompt: has no tokens, so there is nothing to continue")
         if self.context is None:
             return DEFAULT_ANSWER
-        room = self.context - num_tokens
-        if room < (limit or 1):
+        if (room := self.context - num_tokens) < (limit or 1):
             reason = f"This model's maximum context length is {self.context} tokens: the prompt has {num_tokens}"
             asked = f", and max_tokens asks for {limit}" if limit else ", which leaves none for an answer"
             raise Refused(400, reason + asked, "context_length_exceeded")
@@ -142,12 +141,9 @@ class Served:
             raise ValueError("tools: the chat template does not read them")
         template_args = select_args(self.tokenizer, request.get("chat_template_kwargs", {}))
         modality = Modality.VLM if self.takes_images else Modality.LLM
+        messages = BaseHandler.get_processor_inputs_from_messages(request["messages"], modality)
         encoded = self.tokenizer.apply_chat_template(
-            BaseHandler.get_processor_inputs_from_messages(request["messages"], modality),
-            tools=request.get("tools"),
-            add_generation_prompt=True,
-            return_dict=True,
-            **template_args,
+            messages, tools=request.get("tools"), add_generation_prompt=True, return_dict=True, **template_args
         )
         return len(encoded["input_ids"])
 

@@ -30,6 +30,8 @@ def find_differences(export: Path, reader: str) -> list[str]:
     """What `reader` answers otherwise than the trained model, and what files of the export say otherwise."""
     found = find_answering_model(str(export), flag="verify")
     recorded = read_check(Path(found.name))  # of a run, its best or latest export
+    if reader != "transformers" and not recorded["generates"]:
+        raise ValueError(f"--against {reader}: the export is a classifier, which is compared with transformers alone")
     if reader.startswith(("http://", "https://")):
         said = ask_server(found, recorded, reader)
     elif reader == "llama.cpp" or reader.endswith(".gguf"):
@@ -83,11 +85,9 @@ def ask_transformers(found: FoundModel, recorded: dict[str, Any]) -> list[Said]:
 def ask_vllm(found: FoundModel, recorded: dict[str, Any]) -> list[Said]:
     from mini_trainer.use.inference.vllm_engine import VLLMEngine
 
-    refuse_classes(recorded, "vllm")
     args = ("enforce_eager=true", "max_num_seqs=4", "max_model_len=512")
-    engine = VLLMEngine(
-        found, found.name, EngineOptions(dtype=recorded["dtype"], engine_args=args), GREEDY, device=None
-    )
+    options = EngineOptions(dtype=recorded["dtype"], engine_args=args)
+    engine = VLLMEngine(found, found.name, options, GREEDY, device=None)
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": prompt["ids"]} for prompt in recorded["prompts"]]
@@ -105,7 +105,6 @@ def ask_vllm(found: FoundModel, recorded: dict[str, Any]) -> list[Said]:
 def ask_llama_cpp(found: FoundModel, recorded: dict[str, Any], reader: str) -> list[Said]:
     """A GGUF file in llama.cpp, which makes the tokens of the prompts' text; without one, makes it for that."""
     require("llama_cpp", flag=f"--against {reader}")
-    refuse_classes(recorded, reader)
     if reader != "llama.cpp":
         return ask_gguf(Path(reader), recorded)
     from mini_trainer.use.exporters.gguf_file import write_gguf
@@ -143,7 +142,6 @@ def ask_server(found: FoundModel, recorded: dict[str, Any], url: str) -> list[Sa
     """A server of OpenAI's API, which only returns text."""
     from mini_trainer.use.inference.openai_engine import OpenAIEngine
 
-    refuse_classes(recorded, url)
     engine = OpenAIEngine(None, found.name, EngineOptions(base_url=url), GREEDY)
     if not (models := engine.call(engine.client.models.list).data):
         raise ValueError(f"--against {url}: the server lists no model")
@@ -152,8 +150,3 @@ def ask_server(found: FoundModel, recorded: dict[str, Any], url: str) -> list[Sa
     requests = [Request(i, 0, prompt) for i, prompt in enumerate(prompts)]
     answers = {request.index: answer.text for request, answer in engine.answer(requests)}
     return [Said(None, None, text=answers[i]) for i in range(len(requests))]
-
-
-def refuse_classes(recorded: dict[str, Any], reader: str) -> None:
-    if not recorded["generates"]:
-        raise ValueError(f"--against {reader}: the export is a classifier, which is compared with transformers alone")

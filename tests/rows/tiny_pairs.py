@@ -18,11 +18,13 @@ NUM_PAIRS = 24
 def write_pairs(
     path: Path, model: Path, *, size: int = NUM_PAIRS, seed: int = 0, numbers: bool = False, good: bool = False
 ) -> Path:
-    """Pairs, of which the second answer is an unrelated one with `good`: then each row's first is good or bad."""
+    """Pairs, of which the second answer is an unrelated one with `good`, if there is one: then each row's first is good
+    or bad."""
     random, rows = np.random.default_rng(seed), []
     for prompt, *answers in random.integers(2, 12, (size, 3)).tolist():
         shared = random.integers(3, VOCAB_SIZE, prompt)
         sides = [np.concatenate([shared, random.integers(3, VOCAB_SIZE, length)]) for length in answers]
+        sides = sides[:1] if good and len(rows) % 5 == 4 else sides
         ids, labels = np.concatenate(sides), np.concatenate(sides)
         labels[:prompt] = labels[len(sides[0]) : len(sides[0]) + prompt] = -100
         row = {"input_ids": ids.tolist(), "labels": labels.tolist(), "sequence_lengths": list(map(len, sides)),

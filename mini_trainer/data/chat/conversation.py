@@ -349,8 +349,7 @@ def prepare_chat(chat: Chat) -> PreparedChat:
     num_images = sum(part == IMAGE_PART for message in messages for part in list_parts(message))
     if num_images != len(chat.images):
         raise ValueError(f"image parts: {num_images}, images: {len(chat.images)}")
-    is_plain = all(map(is_simple, messages))
-    prepared = PreparedChat(messages, weights, chat.tools, is_plain, chat.images, chat.changes)
+    prepared = PreparedChat(messages, weights, chat.tools, all(map(is_simple, messages)), chat.images, chat.changes)
     if chat.tools and PLACEHOLDER.search(prepared.tools_text):
         raise ValueError("'tools' contain text that looks like a placeholder used for masking")
     return prepared

@@ -9,16 +9,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from mini_trainer.data.chat.conversation import (
-    ASSISTANT,
-    SYSTEM_ROLES,
-    Located,
-    Message,
-    PreparedChat,
-    Remark,
-    list_calls,
-    text_of,
-)
+from mini_trainer.data.chat import conversation
+from mini_trainer.data.chat.conversation import ASSISTANT, Located, Message, PreparedChat, Remark, list_calls, text_of
 from mini_trainer.data.chat.reasoning import ANY_TAG, OPENINGS, split_reasoning
 from mini_trainer.data.chat.rendering import EXCHANGE, prepare_contents, try_template
 
@@ -104,7 +96,8 @@ def lint_chat(chat: PreparedChat) -> Iterator[Remark]:
         if message["role"] == "tool" and before not in (ASSISTANT, "tool"):
             yield Remark(RESULTS_FIRST)
         before = message["role"]
-    if chat.tools and any(describes(message, names) for message in chat.messages if message["role"] in SYSTEM_ROLES):
+    systems = [message for message in chat.messages if message["role"] in conversation.SYSTEM_ROLES]
+    if chat.tools and any(describes(message, names) for message in systems):
         yield Remark(TOOLS_TWICE)
 
 
@@ -112,9 +105,8 @@ def find_null(value: Any, key: str = "") -> str | None:
     """The key of a null within a call's arguments."""
     if value is None:
         return key
-    inner = (
-        value.items() if isinstance(value, dict) else [(key, one) for one in value] if isinstance(value, list) else ()
-    )
+    items = [(key, one) for one in value] if isinstance(value, list) else ()
+    inner = value.items() if isinstance(value, dict) else items
     return next((found for name, one in inner if (found := find_null(one, name)) is not None), None)
 
 

@@ -61,8 +61,7 @@ class SkeletonLearner:
         `unmasked`. Raises ValueError if the template leaves out, repeats or displaces a text, writes it in an unknown
         way, or if an assistant's turn does not begin with the generation prompt or has no end-of-turn token."""
         text, skeleton = self.start(outline, render)
-        divided = divide_turns(outline, [slot.leaf for slot in skeleton.slots])
-        if divided is None:
+        if (divided := divide_turns(outline, [slot.leaf for slot in skeleton.slots])) is None:
             self.learn_turns(outline, skeleton, text, unmasked=unmasked, render=render)
         else:
             divided_outline, original = divided
@@ -92,13 +91,10 @@ class SkeletonLearner:
         def pad() -> list[str]:
             padded_order, gaps = conversation.split_at_placeholders(render([skeletons.pad_outline(outline)])[0])
             if order != padded_order:
-                raise ValueError(
-                    "the chat template writes different texts, or in a different order, if whitespace surrounds them"
-                )
+                raise ValueError("the chat template writes other texts, or reorders them, if whitespace surrounds them")
             return gaps
 
-        slots = self.slots.learn_slots(outline, order, literals, pad)
-        return text, Skeleton(literals, slots, [], named_by_id)
+        return text, Skeleton(literals, self.slots.learn_slots(outline, order, literals, pad), [], named_by_id)
 
     def learn_turns(
         self, outline: Outline, skeleton: Skeleton, text: str, *, unmasked: set[int], render: Render
@@ -149,8 +145,7 @@ def locate(text: str, at: int) -> tuple[int, int]:
 def divide_turns(outline: Outline, order: list[int]) -> tuple[Outline, list[int]] | None:
     """The conversation with each content that follows the results of its message's calls (Gemma 4) as a message of its
     own, after the results; and the original index of each message. None if there is no such content."""
-    divided = find_divided(outline, order)
-    if not divided:
+    if not (divided := find_divided(outline, order)):
         return None
     contents_at = {}  # index of a message -> the message whose content comes before it
     for i in divided:
@@ -170,12 +165,8 @@ def divide_turns(outline: Outline, order: list[int]) -> tuple[Outline, list[int]
             place[i] = len(messages)
             messages.append({key: message[key] for key in message if not (i in divided and key == "content")})
             original.append(i)
-    leaves = [
-        replace(
-            leaf, message=(content_place if leaf.kind == "content" and leaf.message in divided else place)[leaf.message]
-        )
-        for leaf in outline.leaves
-    ]
+    places = [content_place if one.kind == "content" and one.message in divided else place for one in outline.leaves]
+    leaves = [replace(leaf, message=own[leaf.message]) for leaf, own in zip(outline.leaves, places, strict=True)]
     return Outline(messages, leaves), original
 
 
@@ -210,8 +201,7 @@ class TurnFinder:
         """The spans of the turns in a rendered chat."""
         render = partial(self.renderer.render, tools=chat.tools)
         skeleton = self.find_skeleton(chat, render)
-        spans = skeleton.find_spans(text, chat.values)
-        if spans is None:
+        if (spans := skeleton.find_spans(text, chat.values)) is None:
             spans = rendering.catch_error(skeletons.match_text, text, chat.outline, skeleton, render=render)
         if isinstance(spans, ValueError):
             spans = self.find_spans_alone(text, chat, render, spans)

@@ -180,8 +180,7 @@ class ChatLabeller:
         """A chat's tokens and their labels. Passages that begin within a token are encoded apart from the text before
         them, and the first one if that text alone has other tokens: `prompt_ids`, if they are known."""
         starts = [passage.start for passage in located.passages if passage.start > 0]
-        joined = [start for start in starts if tokens.spans_border(encoding, start)]
-        if joined:
+        if joined := [start for start in starts if tokens.spans_border(encoding, start)]:
             located = replace(located, remarks=(*located.remarks, conversation.Remark(conversation.DIVIDED)))
         is_prompted = encoding.ids[: len(prompt_ids)] == list(prompt_ids)
         divided = joined if is_prompted else sorted({*joined, *starts[:1]})

@@ -151,8 +151,7 @@ def read_answer(message: Message, where: str) -> tuple[Message, list[str]]:
     if message.get("tool_calls") and message.get("content") is None:
         message = message | {"content": ""}
         changes.append(EMPTY)
-    given = {key: message[key] for key in REASONING_KEYS if message.get(key) is not None}
-    if not given:
+    if not (given := {key: message[key] for key in REASONING_KEYS if message.get(key) is not None}):
         return message, changes
     first, *others = given.values()
     if any(other != first for other in others):

@@ -93,16 +93,11 @@ def check_places(outline: conversation.Outline, skeleton: Skeleton) -> None:
     for k, slot in enumerate(skeleton.slots):
         leaf, at = outline.leaves[slot.leaf], bisect_right(starts, k) - 1
         turn = turns[at] if at >= 0 and k < turns[at].end[0] else None
-        role = outline.messages[leaf.message]["role"]
+        role, writes = outline.messages[leaf.message]["role"], f"the chat template writes the {leaf.kind} of message"
         if turn is not None and turn.message != leaf.message:
-            raise ValueError(
-                f"the chat template writes the {leaf.kind} of message {leaf.message + 1} ({role}) within the turn of"
-                f" message {turn.message + 1}"
-            )
+            raise ValueError(f"{writes} {leaf.message + 1} ({role}) within the turn of message {turn.message + 1}")
         if turn is None and role == conversation.ASSISTANT and not outline.is_echoed(slot.leaf):
-            raise ValueError(
-                f"the chat template writes the {leaf.kind} of message {leaf.message + 1} outside of its turn"
-            )
+            raise ValueError(f"{writes} {leaf.message + 1} outside of its turn")
         if turn is not None:
             placed.add(slot.leaf)
         is_list = isinstance(outline.messages[leaf.message].get("content"), list) and leaf.kind == "content"
@@ -145,19 +140,16 @@ class PlaceMemory:
         """Refuses a conversation with a key or constant of a call not written, or not in the message's turn. `text`:
         the outline's rendering."""
         forms = {}
-        for call, stretches in find_stretches(outline, skeleton, text).items():
+        starts = [0, *(match.end() for match in conversation.PLACEHOLDER.finditer(text))]
+        for call, stretches in find_stretches(outline, skeleton, starts).items():
             written = repr(outline.messages[call[0]]["tool_calls"][call[1]])
             # Its placeholders are replaced by words that do not depend on its place in the conversation.
             description = conversation.PLACEHOLDER.sub(lambda match: "text" if match[1] else "number", written)
             forms[call] = {(description, *stretch.literals): stretch for stretch in stretches}
-        new = [call for call, by_form in forms.items() if self.known.isdisjoint(by_form)]
-        if not new:
+        if not (new := [call for call, by_form in forms.items() if self.known.isdisjoint(by_form)]):
             return
-        starts = [0, *(match.end() for match in conversation.PLACEHOLDER.finditer(text))]
-        bounds = sorted(
-            (starts[turn.start[0]] + turn.start[1], starts[turn.end[0]] + turn.end[1], turn.message)
-            for turn in skeleton.turns
-        )
+        places = ((turn.start, turn.end, turn.message) for turn in skeleton.turns)
+        bounds = sorted((starts[i] + first, starts[j] + last, message) for (i, first), (j, last), message in places)
         prober = ArgumentProber(outline, render, text, bounds)
         prober.check_keys(new)
         prober.check_constants(new)
@@ -168,10 +160,9 @@ class PlaceMemory:
             self.known.update(holding[:1])
 
 
-def find_stretches(outline: conversation.Outline, skeleton: Skeleton, text: str) -> dict[Call, list[Stretch]]:
+def find_stretches(outline: conversation.Outline, skeleton: Skeleton, starts: list[int]) -> dict[Call, list[Stretch]]:
     """The place of each call in its message's turn, twice: from its first leaf, and from the leaf before, each to the
-    next leaf that is not its own. Empty for calls without leaves."""
-    starts = [0, *(match.end() for match in conversation.PLACEHOLDER.finditer(text))]
+    next leaf that is not its own. Empty for calls without leaves. `starts`: see `cut_stretch`."""
     calls = [(i, k) for i, message in enumerate(outline.messages) for k in range(len(conversation.list_calls(message)))]
     turned = {turn.message for turn in skeleton.turns}
     stretches = {call: [] for call in calls if call[0] in turned}
@@ -211,9 +202,7 @@ class ArgumentProber:
     def find_owner(self, start: int, end: int) -> int | None:
         """The message in whose turn the characters are; None outside of turns."""
         at = bisect_right(self.bounds, (start, len(self.text) + 1, 0)) - 1
-        if at < 0 or end > self.bounds[at][1]:
-            return None
-        return self.bounds[at][2]
+        return None if at < 0 or end > self.bounds[at][1] else self.bounds[at][2]
 
     def get_call(self, call: Call) -> Any:
         message, number = call
@@ -242,8 +231,7 @@ class ArgumentProber:
             return
         if first + len(owners) > conversation.MAX_NUM_LEAVES:
             raise ValueError(f"has too many texts and arguments, allowed: at most {conversation.MAX_NUM_LEAVES:,}")
-        problem = self.find_problem_of_keys(marked, first, owners)
-        if problem is not None and len(marked) > 1:
+        if (problem := self.find_problem_of_keys(marked, first, owners)) is not None and len(marked) > 1:
             for call in marked:
                 self.check_keys([call])
         elif problem is not None:
@@ -298,8 +286,7 @@ class ArgumentProber:
         rendered = self.render_with({call: changed for call, _, changed in changes})
         if isinstance(rendered, ValueError):
             return rendered
-        places = find_differences(self.text, rendered)
-        if places is None:
+        if (places := find_differences(self.text, rendered)) is None:
             which = f"message {changes[0][0][0] + 1}"
             return ValueError(f"the chat template writes a call of {which} differently with other arguments")
         for call, value, _ in changes:

@@ -111,8 +111,7 @@ def describe_difference(text: str, span: Span, closing: str | None, *, is_last: 
 
 def is_prompted(text: str, span: Span) -> bool:
     """Whether the turn begins as its prompt does."""
-    beginning = span.turn.beginning
-    if beginning is None:
+    if (beginning := span.turn.beginning) is None:
         return True
     return beginning.prompted is not None and text.startswith(beginning.prompted, span.opens)
 
@@ -130,8 +129,7 @@ def lacks_words(text: str, span: Span, message: Message) -> bool:
 def find_unread_keys(messages: Sequence[Message], text: str, render: Render) -> list[Remark]:
     """Remarks on message keys that the template does not read: without them it writes the same `text`."""
     unchecked = {(message["role"], key) for message in messages for key in message.keys() - READ_OR_CHECKED}
-    others = sorted(unchecked - READ_OF_RESULTS)
-    if not others:
+    if not (others := sorted(unchecked - READ_OF_RESULTS)):
         return []
 
     def writes_same(without: Sequence[tuple[str, str]]) -> bool:
@@ -145,8 +143,7 @@ def find_unread_keys(messages: Sequence[Message], text: str, render: Render) -> 
 def find_closing(prompted: str, template: str, render: Render) -> str | None:
     """The text that closes the reasoning left open by `prompted`: the template's own, or, if it only contains the
     closing tag, an empty line and that tag. "" if no reasoning is open, None if the text is not known."""
-    tags = ANY_TAG.findall(prompted)
-    if not tags:
+    if not (tags := ANY_TAG.findall(prompted)):
         return None
     if tags[-1] not in OPENINGS:
         return ""
@@ -171,8 +168,7 @@ def render_reasoning(render: Render) -> tuple[str, str | None]:
 
 def can_begin_so(text: str, span: Span) -> bool:
     """Whether the turn begins with the template's text for answers without reasoning, and its content has none."""
-    written = span.turn.beginning.written
-    if written is None or not text.startswith(written, span.opens):
+    if (written := span.turn.beginning.written) is None or not text.startswith(written, span.opens):
         return False
     after = span.opens + skip_empty_reasoning(written)
     return ANY_TAG.match(text, after + len(text[after:]) - len(text[after:].lstrip())) is None
@@ -257,8 +253,7 @@ class TemplateChecker:
         is_divided = Remark(conversation.DIVIDED) in tokenized.remarks
         if tokenized.input_ids != self.encode(chat) and not is_divided:
             return "apply_chat_template returns other token ids"
-        stretches = split_by_training(tokenized.input_ids, tokenized.labels)
-        trained = [ids for ids, is_trained in stretches if is_trained]
+        trained = [ids for ids, is_trained in split_by_training(tokenized.input_ids, tokenized.labels) if is_trained]
         turns = [message for message in chat.messages if message["role"] == conversation.ASSISTANT]
         if len(trained) != len(turns):
             return f"{len(turns)} assistant turns, {len(trained)} stretches of trained tokens"
@@ -290,9 +285,8 @@ class TemplateChecker:
     def encode(self, chat: Chat, *, is_prompt: bool = False) -> list[int]:
         """Token ids of the chat, or of the prompt for its last answer."""
         messages = prepare_for(self.tokenizer, chat.messages[:-1] if is_prompt else chat.messages)
-        return self.tokenizer.apply_chat_template(
-            messages, tools=chat.tools, add_generation_prompt=is_prompt, return_dict=True, **self.template_args
-        )["input_ids"]
+        given = dict(tools=chat.tools, add_generation_prompt=is_prompt, return_dict=True)
+        return self.tokenizer.apply_chat_template(messages, **given, **self.template_args)["input_ids"]
 
     def check_as_prompted(self, mask: Callable[[Sequence[Chat]], list[TokenizedChat | ValueError]], name: str) -> None:
         """ValueError if a changed row does not follow the prompt or trains more than the answer, or none is changed."""
@@ -364,8 +358,7 @@ class StopAppender:
         after = located.text[last.end :]
         if after.strip():
             raise ValueError(f"the chat template writes {after!r} after the last turn: no stop token can be appended")
-        ending = self.after_calls if conversation.has_calls(chat.messages[-1]) else self.after_text
-        if ending is None:
+        if (ending := self.after_calls if conversation.has_calls(chat.messages[-1]) else self.after_text) is None:
             raise ValueError("ends with tool calls, and no stop token is known to end those, so none can be appended")
         text = located.text + ending
         passages = [*located.passages[:-1], replace(last, end=len(text))]
@@ -379,8 +372,7 @@ def learn_ending(locate: Callable[[Chat], Located], stops: Stops, probe: Chat) -
     if isinstance(whole, ValueError) or not whole.passages:
         return None
     said = whole.text[whole.passages[0].start : whole.passages[0].end]
-    stop = find_last_stop(said, stops)
-    if stop is None or isinstance(cut, ValueError) or not cut.passages:
+    if (stop := find_last_stop(said, stops)) is None or isinstance(cut, ValueError) or not cut.passages:
         return stop
     shorter = cut.text[cut.passages[0].start :]
     is_beginning = said.startswith(shorter) and said != shorter

@@ -25,8 +25,7 @@ def split_reasoning(text: str) -> tuple[str, str] | None:
     """The reasoning that begins a text and the answer after it, without the line breaks between; None if the text has
     none, or no end of it that is certain. The opening tag may be missing, as in what R1 and QwQ return, if the closing
     one is a line of its own: others only speak of it."""
-    tags = list(ANY_TAG.finditer(text))
-    if not tags:
+    if not (tags := list(ANY_TAG.finditer(text))):
         return None
     start = 0
     if tags[0][0] in OPENINGS:

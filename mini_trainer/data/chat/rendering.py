@@ -69,8 +69,7 @@ def takes_text(render: Callable[[list[Message]], str | None]) -> bool:
     """Whether a template takes arguments as JSON text only: its rendering has them whole if they are given so, and not
     if they are an object. `render` returns None for conversations that the template refuses."""
     for arguments in ARGUMENTS:
-        rendered = render(make_calling(arguments))
-        if rendered is None:
+        if (rendered := render(make_calling(arguments))) is None:
             continue
         has_words = WORDS in rendered and all(key in rendered for key in arguments)
         # Words without JSON are in a notation of the template's own, unless it is Python's.
@@ -278,8 +277,7 @@ def select_args(tokenizer: Any, template_args: Mapping[str, Any]) -> dict[str, A
     if read is None:
         return dict(template_args)
     said = {name for name, value in template_args.items() if not (value in (None, "", [], {}) or value is False)}
-    unread = [name for name in template_args if name in said - read]
-    if unread:
+    if unread := [name for name in template_args if name in said - read]:
         others = ", ".join(sorted(read - {*ALWAYS_GIVEN, *tokenizer.special_tokens_map})) or "none"
         raise ValueError(f"the chat template does not read the argument {unread[0]!r}; it reads: {others}")
     return {name: value for name, value in template_args.items() if name in read}
@@ -354,14 +352,10 @@ class ChatRenderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with template_errors():
-            texts, marked = render_jinja_template(
-                [prepare_for(self.tokenizer, messages) for messages in conversations],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
-                **self.template_args,
-            )
+            prepared = [prepare_for(self.tokenizer, messages) for messages in conversations]
+            given = dict(tools=tools, chat_template=template, return_assistant_tokens_mask=True)
+            args = dict(**self.tokenizer.special_tokens_map, **self.template_args)
+            texts, marked = render_jinja_template(prepared, **given, **args)
         return [Rendered(text, passages) for text, passages in zip(texts, marked, strict=True)]
 
     def render(
@@ -369,10 +363,6 @@ class ChatRenderer:
     ) -> list[str]:
         """The texts that `apply_chat_template` tokenizes."""
         with template_errors():
-            return self.tokenizer.apply_chat_template(
-                [prepare_for(self.tokenizer, messages) for messages in conversations],
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self.template_args,
-            )
+            prepared = [prepare_for(self.tokenizer, messages) for messages in conversations]
+            given = dict(tools=tools, tokenize=False, add_generation_prompt=generation_prompt)
+            return self.tokenizer.apply_chat_template(prepared, **given, **self.template_args)

@@ -156,8 +156,7 @@ class SlotMemory:
         if not all(key in self.known for key in keys):
             if len(self.known) > MAX_NUM_REMEMBERED:
                 self.known.clear()
-            kinds = [key[0] for key in keys]
-            self.known.update(zip(keys, fit_writings(kinds, literals, pad()), strict=True))
+            self.known.update(zip(keys, fit_writings([key[0] for key in keys], literals, pad()), strict=True))
         return [Slot(leaf, self.known[key]) for key, leaf in zip(keys, order, strict=True)]
 
 
@@ -264,8 +263,7 @@ def read_bodies(text: str, outline: Outline, skeleton: Skeleton, render: Render)
         for turn in sorted(skeleton.turns, key=lambda turn: turn.start)
         if outline.messages[turn.message]["role"] == ASSISTANT and turn.start[0] < turn.end[0]
     ]
-    bodies = cut_bodies(text, skeleton, turns, [leaf.value for leaf in outline.leaves])
-    if bodies is None:
+    if (bodies := cut_bodies(text, skeleton, turns, [leaf.value for leaf in outline.leaves])) is None:
         bodies = [read_body(outline, skeleton, turn, render) for turn in turns]
     return {turn.start: body for turn, body in zip(turns, bodies, strict=True) if body is not None}
 
@@ -304,8 +302,7 @@ def read_body(outline: Outline, skeleton: Skeleton, turn: Turn, render: Render) 
     messages[turn.message] = replace_placeholders(messages[turn.message], reveal)
     values: list[Any] = []
     replace_placeholders(outline.messages, lambda i, placeholder: values.append((i, placeholder)))
-    bodies = cut_bodies(render([messages])[0], skeleton, [turn], dict(values))
-    if bodies is None:
+    if (bodies := cut_bodies(render([messages])[0], skeleton, [turn], dict(values))) is None:
         return None
     for i, placeholder in values:
         if outline.leaves[i].kind == "id":

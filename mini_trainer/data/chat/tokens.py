@@ -231,12 +231,10 @@ def find_token(encoding: Any, at: int, num_tokens: int) -> int:
     if isinstance(encoding, JoinedEncoding):
         return min(encoding.find_token(at), num_tokens)
     if isinstance(encoding, ByteEncoding):
-        token = encoding.find_start(at)
-        if token is not None:
+        if (token := encoding.find_start(at)) is not None:
             return min(token, num_tokens)
         encoding = encoding.slow
-    token = encoding.char_to_token(at)
-    if token is None:  # a character that no token has
+    if (token := encoding.char_to_token(at)) is None:  # a character that no token has
         return bisect_left(encoding.offsets[:num_tokens], at, key=itemgetter(0))
     while token > 0 and (chars := encoding.token_to_chars(token - 1)) is not None and chars[0] >= at:
         token -= 1
@@ -266,20 +264,13 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
             spans.append(conversation.TrainedSpan(first, end, passage.role, passage.weight))
     if located.pictures is not None and tuple(input_ids) != located.pictures.input_ids:
         raise ValueError("the model's processor and tokenizer make different tokens of the row: it cannot be masked")
-    return TokenizedChat(
-        input_ids,
-        spans,
-        is_weighted=located.is_weighted,
-        pictures=located.pictures,
-        is_stop_appended=located.is_stop_appended,
-        remarks=located.remarks,
-    )
+    own = dict(pictures=located.pictures, is_stop_appended=located.is_stop_appended, remarks=located.remarks)
+    return TokenizedChat(input_ids, spans, is_weighted=located.is_weighted, **own)
 
 
 def split_by_training(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:
     """The row's maximal stretches of tokens that are all trained or all untrained: (ids, is_trained)."""
-    pairs = zip(input_ids, labels, strict=True)
-    stretches = groupby(pairs, key=lambda pair: pair[1] != IGNORED)
+    stretches = groupby(zip(input_ids, labels, strict=True), key=lambda pair: pair[1] != IGNORED)
     return [([token for token, _ in stretch], is_trained) for is_trained, stretch in stretches]
 
 
@@ -312,12 +303,9 @@ class TextMasker:
         return self.linter.lint(located, [located.text])
 
     def encode_completions(self, rows: Sequence[Completion], located: Sequence[Located | ValueError]) -> list[Any]:
-        pairs = zip(rows, located, strict=True)
-        usable = [found if isinstance(found, ValueError) else row for row, found in pairs]
-        prompts, answers = (
-            encode_each(self.borders.encoder, usable, name, add_special_tokens=name == "prompt")
-            for name in ("prompt", "completion")
-        )
+        usable = [found if isinstance(found, ValueError) else row for row, found in zip(rows, located, strict=True)]
+        encode = partial(encode_each, self.borders.encoder, usable)
+        prompts, answers = encode("prompt", add_special_tokens=True), encode("completion", add_special_tokens=False)
         return [catch_error(self.join, *each) for each in zip(usable, prompts, answers, strict=True)]
 
     def join(self, row: Completion, prompt: Any, answer: Any) -> Any:

@@ -242,8 +242,7 @@ class TurnLearner:
 
     def learn_end(self, message: int, start: tuple[int, int]) -> tuple[int, int] | None:
         """The turn's end, after its end-of-turn token. None if that is missing and may be."""
-        own = self.slots_by_message.get(message)
-        if own is None:
+        if (own := self.slots_by_message.get(message)) is None:
             return self.find_end_of_silent_turn(message, start)
         last_new, key, before = self.describe_end(message, own)
         if key not in self.memory.ends:
@@ -252,8 +251,7 @@ class TurnLearner:
             if known is not None and end[0] == last_new + 1 and known[1] < 0:
                 return end  # within text that depends on the call's keys, so it cannot be remembered
             self.memory.ends[key] = known
-        known = self.memory.ends[key]
-        if known is None:
+        if (known := self.memory.ends[key]) is None:
             return None
         return last_new + known[0], known[1] + (before if known[0] == 1 else 0)
 
@@ -317,8 +315,7 @@ class TurnLearner:
         text in a conversation cut there."""
         turns = self.outline.messages[: message + 1]
         is_last = len(turns) == len(self.outline.messages)
-        within = self.render_continued(turns, last_leaf) if is_last else literal
-        end = self.find_end(cut, within, is_last=is_last)
+        end = self.find_end(cut, self.render_continued(turns, last_leaf) if is_last else literal, is_last=is_last)
         if end is None and not is_last and literal.startswith(cut) and not self.stops.special.search(cut):
             # no token ends this turn, but one would if a user's turn followed
             end = self.find_end(cut, self.render_continued(turns, last_leaf), is_last=True)
@@ -377,8 +374,7 @@ class TurnLearner:
         belongs to this turn. If that has no special token, the one that begins `within` may still be a stop token: if
         it is known to end generation, or also ends users' turns.
         """
-        tokens = self.find_common_tokens(cut, cut if within is None else within)
-        if tokens:
+        if tokens := self.find_common_tokens(cut, cut if within is None else within):
             return next((token.end() for token in tokens if token[0] in self.stops.known), tokens[-1].end())
         stop = next((token for token in self.stops.special.finditer(cut) if token[0] in self.stops.known), None)
         if is_last and stop is not None:
@@ -393,9 +389,8 @@ class TurnLearner:
 
 
 def no_prompt(literal: str, prompt: str) -> UnknownPrompt:
-    return UnknownPrompt(
-        f"the chat template begins an assistant turn with {literal!r}, but prompts for it with {prompt!r}", prompt
-    )
+    message = f"the chat template begins an assistant turn with {literal!r}, but prompts for it with {prompt!r}"
+    return UnknownPrompt(message, prompt)
 
 
 def not_prompted(role: str, literal: str, prompt: str) -> UnknownPrompt:

@@ -94,15 +94,13 @@ def build_chat(messages: list[Any], row: Fields) -> conversation.Chat:
         message = read_message(message, number)
         check_message(message, number)
         messages.append(read_marks(message, number))
-    return conversation.Chat(
-        messages, bool(unmask), read_tools(row), template_args=read_template_args(row), changes=changes
-    )
+    tools, template_args = read_tools(row), read_template_args(row)
+    return conversation.Chat(messages, bool(unmask), tools, template_args=template_args, changes=changes)
 
 
 def count_prompt(messages: list[Any]) -> int:
     """How many messages a chat has of this prompt, which begins it. ValueError for one that an answer may continue."""
-    found = [message for _, message in normalize(messages)[0]]
-    if found and isinstance(found[-1], dict):
+    if (found := [message for _, message in normalize(messages)[0]]) and isinstance(found[-1], dict):
         check_prompt(found)
     return len(found)
 
@@ -231,8 +229,7 @@ def take_images(fields: Fields) -> tuple[Fields, list[Any]]:
     """The row with bare image parts, and the value of each of them, in the order of the text."""
     waiting = read_column(fields)
     num_given = len(waiting)
-    key = next((key for key in CONTENT_KEYS if isinstance(fields.get(key), list)), None)
-    if key is None:
+    if (key := next((key for key in CONTENT_KEYS if isinstance(fields.get(key), list)), None)) is None:
         if waiting:
             raise ValueError("has images but no messages or conversations")
         return fields, []
@@ -246,8 +243,7 @@ def take_images(fields: Fields) -> tuple[Fields, list[Any]]:
 def read_column(fields: Fields) -> list[Any]:
     """The values of the row's column of images."""
     columns = parse_lists({name: fields[name] for name in IMAGE_COLUMNS if name in fields}, IMAGE_COLUMNS)
-    given = columns.get("images", columns.get("image"))
-    if given is None:
+    if (given := columns.get("images", columns.get("image"))) is None:
         return []
     return list(given) if isinstance(given, list) else [given]
 

@@ -225,8 +225,7 @@ def check_keys(message: Any, prefix: str, ignored: Names, tally: Counter[str], *
 def describe_unread(tally: Counter[str], ignored: Names, keys: Mapping[str, int]) -> list[str]:
     """A note on unread columns and `keys` of messages, with their rows. ValueError if no row has an `ignored` one."""
     unread = {name: count for name, count in sorted(tally.items()) if name not in ignored}
-    missing = [name for name in ignored if name not in tally]
-    if missing:
+    if missing := [name for name in ignored if name not in tally]:
         others = f"; unread columns: {', '.join(map(show_name, unread))}" if unread else ""
         raise ValueError(f"--ignore-columns {quote_names(missing)}: no row has a value there{others}")
     listed = []

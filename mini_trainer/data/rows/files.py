@@ -22,16 +22,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mini_trainer.data.rows.lines import (
-    BLOCK_BYTES,
-    BYTE_ORDER_MARK,
-    Encoding,
-    find_fault,
-    read_lines,
-    skip_lines,
-    split_lines,
-    starts_with_mark,
-)
+from mini_trainer.data.rows.lines import BLOCK_BYTES, Encoding, find_fault, pop_bom, read_lines, skip_lines, split_lines
 from mini_trainer.data.rows.values import RowReader
 from mini_trainer.data.stores.json_lines import BadRow, Line, RawRow, TooLong
 from mini_trainer.data.stores.parquet import RowBatch, check_groups, choose_batch_rows, count_rows, cut_batch
@@ -309,7 +300,7 @@ def read_sections(stream: BinaryIO, *, source: Source, reader: HashingReader) ->
     if start > 0:
         num_before, position = skip_lines(stream, start)
     else:
-        position = len(stream.read(len(BYTE_ORDER_MARK))) if starts_with_mark(stream) else 0
+        position = pop_bom(stream)
     lines = find_sections(split_lines(stream, num_before), position, source.sections)
     yield from pack_lines("json", lines, source=source, reader=reader, first_row=num_before + 1, num_read=start)
 
@@ -405,8 +396,7 @@ def iterate_rows(chunk: Chunk) -> Iterator[RawRow]:
 def read_arrow(chunk: Chunk) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     """The rows of a chunk that is an Arrow stream; ValueError, with the file, if Python cannot hold them."""
     table = pa.ipc.open_stream(chunk.table).read_all()
-    twice = [name for name in table.column_names if table.column_names.count(name) > 1]
-    if twice:
+    if twice := [name for name in table.column_names if table.column_names.count(name) > 1]:
         raise ValueError(f"{chunk.file}: has the column {twice[0]!r} twice")
     columns = []
     for name, column in zip(table.column_names, table.columns, strict=True):

@@ -137,15 +137,12 @@ def check_paths(chunk: Chunk, paths: FieldPaths) -> None:
 def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = ()) -> Fields:
     """The row with the values at `paths` under the names of its format. Of its other columns, only those that this
     format reads and `also_read` are kept. Raises ValueError if the row lacks a path."""
-    given = paths.given
-    if not given:
+    if not (given := paths.given):
         return chat_rows.parse_turns(row, ())
     found = chat_rows.parse_turns({name: column_names.look_up(row, path) for name, path in given.items()}, ())
     for name, value in found.items():
         if value is None and name != "system":
-            raise ValueError(
-                f"no {given[name]!r} (--columns {name}=), or it is empty: the row has {quote(sorted(row))}"
-            )
+            raise ValueError(f"no {given[name]!r} (--columns {name}=) or it is empty: the row has {quote(sorted(row))}")
     beside = BESIDE["completion" if "prompt" in found or "completion" in found else next(iter(found))]
     turns = found.get("messages")
     first = turns[0] if isinstance(turns, list) and turns else None
@@ -196,9 +193,7 @@ def refuse_images(chat: Chat) -> None:
     for number, message in enumerate(chat.messages, start=1):
         if IMAGE_PART in list_parts(message):
             where = f"message {number} ({message['role']})"
-            raise ValueError(
-                f"{where} has the content part {quote(IMAGE_PART)}: process_data.py --images reads images of chats"
-            )
+            raise ValueError(f"{where} has the content part {quote(IMAGE_PART)}: process_data.py --images reads images")
 
 
 def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, ...]:
@@ -214,8 +209,7 @@ def list_conversation(row: Fields, paths: FieldPaths = OWN_NAMES) -> tuple[str, 
 def read_completion(row: Fields) -> Completion | Chat:
     """Reads {"prompt": ..., "completion": ...} or {"prompt": ..., "generation": ...}, texts or lists of messages. Of
     these only the assistant's of the completion are trained."""
-    names = list_conversation(row)
-    if not names:
+    if not (names := list_conversation(row)):
         text = chat_rows.require_text(row, "prompt")
         return Completion(text, chat_rows.require_one_text(row, "completion", "generation"))
     prompt, answer = (chat_rows.require_list(chat_rows.parse_turns(row, names), name) for name in names)

@@ -40,8 +40,7 @@ def find_dataset(options: RowOptions) -> Source:
         num_bytes = sum(path.stat().st_size for path in files)
         return Source(folder, f"{folder.resolve().name} {split}", num_bytes, read=open_rows(given, split, None))
     revision = find_revision(options)
-    name = f"{given}@{revision[:12]} {split}"
-    return Source(Path(given), name, 0, read=open_rows(given, split, revision))
+    return Source(Path(given), f"{given}@{revision[:12]} {split}", 0, read=open_rows(given, split, revision))
 
 
 def list_files(folder: Path) -> list[Path]:
@@ -64,9 +63,7 @@ def find_revision(options: RowOptions) -> str | None:
     except RevisionNotFoundError:
         raise ValueError(f"{given}: the hub has no --revision {options.revision} of it") from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(
-            f"{given}: no such folder, and no such data set on the hub; a private one needs HF_TOKEN"
-        ) from None
+        raise ValueError(f"{given}: no such folder, nor data set on the hub; a private one needs HF_TOKEN") from None
     except (HfHubHTTPError, *list_http_errors(), OSError) as error:
         raise make_error(error, f"{given}: no such folder, and the hub cannot be reached: {error}") from None
 

@@ -269,8 +269,7 @@ class Labels:
     def encode_values(self, labels: Sequence[Label]) -> list[float]:
         if len(labels) != self.task.num_labels:
             raise ValueError(f"the row has {len(labels)} values, but the first row has {self.task.num_labels}")
-        no_numbers = [label for label in labels if isinstance(label, str) and NUMBER.fullmatch(label) is None]
-        if no_numbers:
+        if no_numbers := [label for label in labels if isinstance(label, str) and NUMBER.fullmatch(label) is None]:
             raise ValueError(f"the label {no_numbers[0]!r} is not a number, which --label-type regression needs")
         values = [float(np.float32(float(label))) for label in labels]
         if not np.isfinite(values).all():
@@ -379,10 +378,9 @@ def find_declared_names(sources: Sequence[Source], label_field: str | None) -> t
     Raises ValueError if files disagree."""
     declared: dict[tuple[str, ...], Source] = {}
     for source in sources:
-        if source.ending == ".parquet" and source.compression is None:
-            names = find_class_label(read_metadata(source), label_field)
-            if names:
-                declared.setdefault(names, source)
+        is_plain = source.ending == ".parquet" and source.compression is None
+        if is_plain and (names := find_class_label(read_metadata(source), label_field)):
+            declared.setdefault(names, source)
     if len(declared) > 1:
         (first, one), (second, other) = list(declared.items())[:2]
         raise ValueError(

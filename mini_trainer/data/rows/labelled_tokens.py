@@ -102,9 +102,7 @@ class LabelledTokenizer:
 
     def render(self, chat: Chat) -> str:
         if self.tokenizer.chat_template is None:
-            raise ValueError(
-                "the tokenizer has no chat template: name one with --chat-template, or use rows with a text"
-            )
+            raise ValueError("the tokenizer has no chat template: name one with --chat-template, or use rows of text")
         args = {**self.template_args, **rendering.select_args(self.tokenizer, chat.template_args or {})}
         chat = separate_reasoning(self.tokenizer, chat)
         with rendering.template_errors():
@@ -117,8 +115,7 @@ class LabelledTokenizer:
 
     def build(self, row: Labelled, encoding: Any, target: list[float] | list[int], text: Any) -> TokenizedText:
         """The row's tokens and target. Raises ValueError for a row without tokens, or a label without a token."""
-        is_truncated = self.max_length is not None and len(encoding.ids) > self.max_length
-        if is_truncated:
+        if is_truncated := self.max_length is not None and len(encoding.ids) > self.max_length:
             encoding = self.encode_truncated(text, row.content)
         if not encoding.ids:
             raise ValueError("the tokenizer makes no tokens of the text")
@@ -135,9 +132,8 @@ class LabelledTokenizer:
         strategy, direction = "longest_first", self.tokenizer.truncation_side
         try:
             self.backend.enable_truncation(self.max_length, strategy=strategy, direction=direction)
-            (encoding,) = self.encode(
-                [text], is_words=isinstance(content, Words), adds_special=not isinstance(content, Chat)
-            )
+            is_words, adds_special = isinstance(content, Words), not isinstance(content, Chat)
+            (encoding,) = self.encode([text], is_words=is_words, adds_special=adds_special)
         except BaseException as error:  # panics of the tokenizer's Rust code are no Exceptions
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise

@@ -107,8 +107,7 @@ def check_header(row: list[str], cells: CellReader, ending: str) -> list[str]:
     text = "".join(columns)
     if cells.too_long or "\0" in text or not text.isprintable():
         raise OSError("its first line names no columns; a table must be UTF-8 text (not UTF-16)")
-    twice = [name for name in columns if name and columns.count(name) > 1]
-    if twice:
+    if twice := [name for name in columns if name and columns.count(name) > 1]:
         raise OSError(f"its first line names the column {twice[0]!r} twice")
     if len(columns) == 1:
         for character, word in OTHER_DELIMITERS.items():
@@ -133,14 +132,15 @@ SPREAD = (
 )
 
 
-def starts_with_mark(stream: BinaryIO) -> bool:
-    return stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK)
+def pop_bom(stream: BinaryIO) -> int:
+    """Reads a byte-order mark, if the stream begins with one; returns its number of bytes."""
+    begins = stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK)
+    return len(stream.read(len(BYTE_ORDER_MARK))) if begins else 0
 
 
 def read_lines(stream: BinaryIO, ending: str) -> tuple[Encoding, Iterator[Line]]:
     """The encoding of the rows, and the rows. A .json file that does not begin with a list holds JSON lines."""
-    if starts_with_mark(stream):
-        stream.read(len(BYTE_ORDER_MARK))
+    pop_bom(stream)
     if ending == ".txt":
         return "text", split_text(stream)
     if ending == ".json" and stream.peek(BLOCK_BYTES).lstrip()[:1] == b"[":

@@ -167,11 +167,8 @@ def write_part(part: Part, results: Iterable[ChunkResult], describe: Callable[[]
 def pack_result(result: ChunkResult) -> pa.RecordBatch:
     packed = [pack_samples(side.samples) for side in result.sides]
     sides = [[kind, encode_counts(side.totals)] for (kind, _), side in zip(packed, result.sides, strict=True)]
-    row = {
-        "samples": [data for _, data in packed],
-        "rejected": result.rejected,
-        "counts": json.dumps([sides, result.reasons, result.num_bytes]),
-    }
+    counts = json.dumps([sides, result.reasons, result.num_bytes])
+    row = {"samples": [data for _, data in packed], "rejected": result.rejected, "counts": counts}
     return pa.RecordBatch.from_pylist([row], schema=SCHEMA)
 
 

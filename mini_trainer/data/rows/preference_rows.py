@@ -141,8 +141,7 @@ def read_number(values: Fields, name: str) -> float | None:
 
 def refuse_unread(values: Fields, names: Sequence[str], where: str) -> None:
     """Raises ValueError for one of the columns, which are read only where prompts are messages."""
-    given = [name for name in names if values.get(name)]
-    if given:
+    if given := [name for name in names if values.get(name)]:
         raise ValueError(f"has {given[0]!r}, which {where} does not read: make it part of the prompt")
 
 
@@ -173,12 +172,8 @@ def read_messages(value: Any, name: str, tally: Counter[str], ignored: Names) ->
     messages = [value] if isinstance(value, dict) else value
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{name!r} is {quote(value)}, expected text or messages")
-    checked = [
-        column_names.check_keys(
-            message, name, ignored, tally, marks=column_names.MARKS, meanings=(column_names.WEIGHING,)
-        )
-        for message in messages
-    ]
+    read = dict(marks=column_names.MARKS, meanings=(column_names.WEIGHING,))
+    checked = [column_names.check_keys(message, name, ignored, tally, **read) for message in messages]
     return [normalize(message, number) for number, message in enumerate(checked, start=1)]
 
 

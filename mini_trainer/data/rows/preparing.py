@@ -56,11 +56,10 @@ class Prepared:
 
 def prepare(options: ProcessDataOptions, sources: list[Source], today: str) -> Prepared:
     """Loads the tokenizer, checks the template, chooses how rows become samples. `today`: the data set's first day."""
-    model_dir = find_model(
-        options.model_name_or_path, revision=options.model_revision, trust_remote_code=options.trust_remote_code
-    )
+    trusts = options.trust_remote_code
+    model_dir = find_model(options.model_name_or_path, revision=options.model_revision, trust_remote_code=trusts)
     with without_collector():  # imports transformers
-        tokenizer = load_tokenizer(model_dir, trust_remote_code=options.trust_remote_code)
+        tokenizer = load_tokenizer(model_dir, trust_remote_code=trusts)
     added_tokens = {}
     if changes_tokenizer(options):
         template, special_tokens = options.rows.chat_template, options.rows.add_special_tokens
@@ -74,17 +73,11 @@ def prepare(options: ProcessDataOptions, sources: list[Source], today: str) -> P
     else:
         expander = None
         if options.rows.images:
-            processor = load_processor(model_dir, trust_remote_code=options.trust_remote_code)
+            processor = load_processor(model_dir, trust_remote_code=trusts)
             expander = ImageExpander(processor, directory=Path(options.output_file).resolve().parent)
-        masker = ChatMasker(
-            dated,
-            stop_token_ids=load_stop_token_ids(model_dir),
-            missing_stop_token=options.rows.missing_stop_token,
-            thinking_prefix=options.rows.thinking_prefix,
-            refused=options.contents.refuse,
-            expander=expander,
-            template_args=template_args,
-        )
+        rules = dict(missing_stop_token=options.rows.missing_stop_token, thinking_prefix=options.rows.thinking_prefix)
+        rules |= dict(refused=options.contents.refuse, expander=expander, template_args=template_args)
+        masker = ChatMasker(dated, stop_token_ids=load_stop_token_ids(model_dir), **rules)
         notes = check_template(masker, options)
         preparation = choose_preparation(masker, sources, options)
         stop_token_id, open_turns = masker.chats.find_stop_token(), masker.chats.open_turns

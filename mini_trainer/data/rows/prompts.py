@@ -84,8 +84,7 @@ def read_source(source: Source, data_format: str | None) -> Iterator[Prompt | st
             for one in split_lines(row) if is_lines else [row]:
                 place = f"{source.name}:{one.place}"
                 try:
-                    fields = parse_row(one.value, chunk.encoding)
-                    if fields is not None:
+                    if (fields := parse_row(one.value, chunk.encoding)) is not None:
                         fields = {"question": fields["text"]} if is_lines else fields
                         prompt = read_prompt(fields, data_format)
                         yield replace(prompt, place=place, row=drop_non_finite(prompt.row))
@@ -144,8 +143,7 @@ def split_chat(chat: conversation.Chat, row: Fields) -> Prompt:
     messages = [{key: one[key] for key in one if key not in conversation.ONLY_FOR_MASKING} for one in chat.messages]
     references = ()
     if messages[-1]["role"] == conversation.ASSISTANT:
-        last = messages.pop()
-        references = (join_content(last),)
+        references = (join_content(messages.pop()),)
         if not messages:
             raise ValueError("has only an assistant message, so there is nothing to answer")
     own = dict(tools=chat.tools, template_args=chat.template_args, changes=chat.changes)

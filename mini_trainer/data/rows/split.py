@@ -54,8 +54,7 @@ def falls_into_validation(example: AnyExample, share: float) -> bool:
 
 def hash_example(example: AnyExample) -> int:
     """A number from 0 to 256**HASH_BYTES, the same for examples with the same texts."""
-    said = CANONICAL_JSON.encode(list_said(example))
-    digest = hashlib.sha256(said.encode(errors="surrogatepass")).digest()
+    digest = hashlib.sha256(CANONICAL_JSON.encode(list_said(example)).encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:HASH_BYTES], "big")
 
 

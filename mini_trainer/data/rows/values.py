@@ -45,10 +45,8 @@ class RowReader:
 
     def read(self, rows: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
         """Yields each row with JSON's values, and the places of `lost` nulls."""
-        features = read_features(self.schema)
-        readers = {
-            one.name: self.find(one.type, features.get(one.name), name_if(one.name, COLUMN)) for one in self.schema
-        }
+        features, find = read_features(self.schema), self.find
+        readers = {one.name: find(one.type, features.get(one.name), name_if(one.name, COLUMN)) for one in self.schema}
         for row in rows:
             self.lost.clear()
             values = {name: readers[name](value) for name, value in row.items() if value is not None}
@@ -144,9 +142,7 @@ def refuse_non_json(value: Any, where: str) -> None:
             isinstance(one, float) and not math.isfinite(one)
         ):
             has = f"has {quote(one)} at {key}" if key else f"is {quote(one)}"
-            raise ValueError(
-                f"{where} {has}, which JSON does not have: write it as a number or a text, or leave it out"
-            )
+            raise ValueError(f"{where} {has}, which JSON does not have: write it as a number or text, or leave it out")
 
 
 WITHOUT_ARGUMENTS = {"name", "id", "type", "index"}  # keys of a call that needs none
@@ -191,16 +187,13 @@ def read_call(call: Any, where: str) -> Any:
 
 def read_arguments(given: Any, where: str) -> dict[str, Any]:
     """The arguments of a call; none if they are missing, null or an empty text."""
-    arguments = given
-    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+    if given is None or (isinstance(given, str) and not given.strip()):
         return {}
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments)
-        except ValueError as error:
-            raise ValueError(
-                f"{where} has the arguments {quote(given)}, expected an object, or its JSON text: {error}"
-            ) from None
+    error = ""
+    try:
+        arguments = parse_json(given) if isinstance(given, str) else given
+    except ValueError as problem:
+        arguments, error = None, f": {problem}"
     if not isinstance(arguments, dict):
-        raise ValueError(f"{where} has the arguments {quote(given)}, expected an object, or its JSON text")
+        raise ValueError(f"{where} has the arguments {quote(given)}, expected an object, or its JSON text{error}")
     return arguments

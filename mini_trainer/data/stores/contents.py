@@ -98,8 +98,7 @@ def check_recorded(path: Path, recorded: Mapping[str, Any], *, record: str, agai
 
 def find_change(path: Path, recorded: Mapping[str, Any], *, record: str, again: bool = False) -> str | None:
     """What differs from the size and SHA-256 `recorded` in the file `record`; None if nothing does."""
-    size = path.stat().st_size
-    if recorded["size"] != size:
+    if (size := path.stat().st_size) != recorded["size"]:
         return f"{path}: {size:,} bytes, but {record} says {recorded['size']:,}"
     is_same = recorded["sha256"] == hash_once(path, again=again)
     return None if is_same else f"{path}: its SHA-256 is not the one in {record}: it is damaged or was replaced"
@@ -158,8 +157,7 @@ def list_recorded(directory: Path) -> tuple[dict[str, Any], Path] | None:
             files = load_manifest(place)["files"]
         except ValueError as error:
             raise ValueError(f"{place}: {error}, so no file can be verified: {ADVICE}") from None
-        found = {name.removeprefix(prefix): entry for name, entry in files.items() if name.startswith(prefix)}
-        if found:
+        if found := {name.removeprefix(prefix): entry for name, entry in files.items() if name.startswith(prefix)}:
             return found, place / MANIFEST
     return None
 
@@ -177,19 +175,16 @@ def is_foreign(manifest: Path) -> bool:
 def verify_model(directory: Path, weights: Collection[str], tell: Tell = log.info) -> None:
     """Checks a model's or adapter's files against its manifest; reports if there is none. ValueError if any of the
     `weights`, names of files, differs or is not listed. A warning names other files that were edited."""
-    found = list_recorded(directory)
-    if found is None:
+    if (found := list_recorded(directory)) is None:
         tell(f"{directory}: has no {MANIFEST}: its weights are used unverified")
         return
     recorded, manifest = found
-    unlisted = sorted(set(weights) - recorded.keys())
-    if unlisted:
+    if unlisted := sorted(set(weights) - recorded.keys()):
         raise ValueError(f"{directory / unlisted[0]}: is not listed in {manifest}, so it was added later: {ADVICE}")
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(lambda name: check_recorded(directory / name, recorded[name], record=str(manifest)), weights))
     companions = (name for name in sorted(recorded) if name.endswith(COMPANIONS) and not is_weights(name))
-    edited = [name for name in companions if "/" not in name and is_changed(directory / name, recorded[name])]
-    if edited:
+    if edited := [name for name in companions if "/" not in name and is_changed(directory / name, recorded[name])]:
         log.warning(f"warning: {directory}: differs from its {MANIFEST}: {', '.join(edited)}")
 
 

@@ -74,8 +74,7 @@ def naming_failed_writes(*targets: Path, parts: Sequence[Path], needed_bytes: in
 
 def count_bytes(path: Path) -> int:
     """Size of a file, or of all files in a directory; 0 if there is none."""
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
 
 
 def remove_parts(target: Path) -> None:
@@ -90,11 +89,10 @@ def remove_parts(target: Path) -> None:
 
 def is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        with suppress(PermissionError, OverflowError):
+            os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):
-        return True
     return True
 
 

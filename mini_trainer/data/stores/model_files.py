@@ -54,8 +54,7 @@ MODEL_FLAG = "--model-name-or-path"  # for messages, unless a script uses anothe
 def check_values(config: dict[str, Any], path: Path) -> None:
     """ValueError for the first value of the JSON file `path` that is out of range, with its key."""
     for key, value in config.items():
-        allowed = find_allowed(key, value, path.name)
-        if allowed is not None:
+        if (allowed := find_allowed(key, value, path.name)) is not None:
             raise ValueError(f"{path}: {key} is {json.dumps(value):.60}, but must be {allowed}")
         if isinstance(value, dict):
             check_values(value, path)
@@ -66,7 +65,8 @@ def find_allowed(key: str, value: Any, file: str) -> str | None:
     items = value if isinstance(value, list) else [value]  # such as the sizes of layers, or several tokens
     if value is None:
         return None
-    if file == GENERATION and key in NUMBERS and not is_number(value):
+    is_numeric = key in NUMBERS if file == GENERATION else (file, key) == (TOKENIZER, "model_max_length")
+    if is_numeric and not is_number(value):
         return "a number or null"
     if file == GENERATION and key in TOKENS and not all(is_whole(item, -1, MOST_TOKEN) for item in items):
         return "a token id, a list of those, or null"
@@ -74,8 +74,6 @@ def find_allowed(key: str, value: Any, file: str) -> str | None:
         return "an integer from {} to {:,}".format(*SIZES[key])
     if file == CONFIG and key == "architectures" and not all(isinstance(item, str) for item in items):
         return "a list of names"
-    if file == TOKENIZER and key == "model_max_length" and not is_number(value):
-        return "a number or null"
     if file == CONFIG and key.endswith(DROPOUTS) and is_number(value) and not 0 <= value <= 1:
         return "a number from 0 to 1"
     return None
@@ -117,8 +115,7 @@ def find_model(
             )
         patterns = [*SMALL_FILES, "*.py"] if trust_remote_code else SMALL_FILES
         path = download(model_name_or_path, revision=revision, patterns=patterns, flag=flag)
-    code = check_model_dir(path, trust_remote_code=trust_remote_code)
-    if code:
+    if code := check_model_dir(path, trust_remote_code=trust_remote_code):
         log.warning(f"warning: --trust-remote-code: {path} runs its own code: {', '.join(code)}")
     elif trust_remote_code:
         raise ValueError(f"--trust-remote-code has no effect: {path} has no code to run")
@@ -185,9 +182,8 @@ def has_stock_class(config: dict[str, Any], name: str) -> bool:
     if name == "config.json":
         names = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
         return any(config.get("model_type") in known for known in names)
-    tokenizer_class = config.get("tokenizer_class")
-    is_known = isinstance(tokenizer_class, str) and tokenizer_class_from_name(tokenizer_class) is not None
-    return name == "tokenizer_config.json" and is_known
+    own = config.get("tokenizer_class")
+    return name == TOKENIZER and isinstance(own, str) and tokenizer_class_from_name(own) is not None
 
 
 def check_model_links(path: Path) -> None:
@@ -236,8 +232,7 @@ def check_weights(path: Path) -> None:
     """ValueError unless the weights are complete safetensors files in the directory itself."""
     from safetensors import SafetensorError
 
-    names = list_weights(path)
-    if not names:
+    if not (names := list_weights(path)):
         others = sorted(file.name for file in path.iterdir() if file.suffix in OTHER_WEIGHTS)
         raise ValueError(
             f"{path}: no weights: there is neither {WEIGHTS} nor {INDEX}"
@@ -295,8 +290,7 @@ def read_index(index: Path) -> list[str]:
 
 def check_model_path(path: str, *, flag: str) -> None:
     """Refuses a path that is not a model's directory, so that it is not taken for a name on the hub."""
-    is_path = path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)
-    if is_path and not os.path.isdir(path):
+    if (path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)) and not os.path.isdir(path):
         kind = "is a file" if os.path.isfile(path) else "there is no such directory"
         raise ValueError(f"{flag} {path}: {kind}; give a model's directory, or its name on the hub")
     found = [] if Path(path, "config.json").exists() else sorted(map(str, Path(path).glob("hf_format/[!.]*")))

@@ -47,11 +47,8 @@ def name_positions(model_type: str, rope: dict[str, Any]) -> dict[str, Any] | No
     """A config's `rope_parameters` by their older names; None if these cannot express them."""
     if not any(isinstance(part, dict) for part in rope.values()):
         base, share = FLAT.get(model_type, ("rope_theta", "partial_rotary_factor"))
-        return scale(rope) | {
-            older: rope[name]
-            for older, name in ((base, "rope_theta"), (share, "partial_rotary_factor"))
-            if name in rope
-        }
+        older = {base: "rope_theta", share: "partial_rotary_factor"}
+        return scale(rope) | {key: rope[name] for key, name in older.items() if name in rope}
     if model_type not in BY_LAYER or rope.keys() != {"full_attention", "sliding_attention"}:
         return None
     full, sliding = rope["full_attention"], rope["sliding_attention"]

@@ -186,8 +186,7 @@ def find_remote(url: str, *, flag: str) -> list[tuple[str, RemoteFile]]:
         else:
             found = filesystem.find(path) or [path]
         folder = path.rstrip("/") + "/"
-        is_folder = any(one.startswith(folder) for one in found)
-        root = folder if is_folder else literal[: literal.rfind("/") + 1]
+        root = folder if any(one.startswith(folder) for one in found) else literal[: literal.rfind("/") + 1]
         return [(one.removeprefix(root), describe_remote(filesystem.unstrip_protocol(one))) for one in sorted(found)]
 
 
@@ -238,8 +237,7 @@ def upload_file(source: Path, url: str, waits: Sequence[float] | None = None) ->
     def put() -> None:
         filesystem.put_file(str(source), path)
         filesystem.invalidate_cache()
-        found = filesystem.info(path)["size"]
-        if found != size:
+        if (found := filesystem.info(path)["size"]) != size:
             raise BrokenTransfer(f"{found:,} of {size:,} bytes exist")
 
     retry_transfer(put, f"{url}: could not be written", waits)

@@ -127,8 +127,7 @@ def change_tokenizer(tokenizer: Any, *, template: str | None, special_tokens: Se
     """Sets the template (a name or a file) and adds the tokens; returns the new entries of the vocabulary. A token that
     is in the vocabulary but not special becomes special and keeps its id."""
     known = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    useless = [token for token in special_tokens if token in known or not token.strip()]
-    if useless:
+    if useless := [token for token in special_tokens if token in known or not token.strip()]:
         raise ValueError(f"--add-special-tokens {' '.join(useless)}: has no effect: the tokenizer has them already")
     named = NAMED_TEMPLATES.get(template, NamedTemplate(""))
     if template is not None and template not in NAMED_TEMPLATES:

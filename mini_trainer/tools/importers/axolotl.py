@@ -141,9 +141,7 @@ def read_place(rest: dict[str, Any]) -> dict[str, Any]:
     if files and path in ("json", "csv", "parquet", "text"):
         return {"input_file": files}
     if files:
-        raise ValueError(
-            f"{path}: all files of a data set of the hub are read; download {', '.join(files)}, and give them as path"
-        )
+        raise ValueError(f"{path}: a hub data set is read whole; download {', '.join(files)}, and give them as path")
     chosen = {option: str(rest.pop(option)).strip() for option in ("split", "revision") if rest.get(option)}
     if chosen.get("split") == "train":
         del chosen["split"]

@@ -166,10 +166,8 @@ def convert(given: Mapping[str, Any], name: str, *, num_gpus: int) -> Conversion
     for key, value in sorted(to.given.items(), key=lambda each: each[0] not in ("rl", "stage", "reward_model")):
         if key not in computed:
             attempt(refused, to, lambda to, key=key, value=value: follow_row(to, key, value), key)
-    for rule in (
-        *(set_defaults, convert_lengths, count_batch, convert_end),
-        *(convert_rates, convert_warmup, convert_ratios, convert_cadences),
-    ):
+    rules = set_defaults, convert_lengths, count_batch, convert_end
+    for rule in (*rules, convert_rates, convert_warmup, convert_ratios, convert_cadences):
         attempt(refused, to, rule)
     attempt(refused, to, to.trainer.read_data, to.trainer.data_keys[0])
     if refused:
@@ -214,8 +212,7 @@ def follow_row(to: Conversion, key: str, value: Any) -> None:
             raise ValueError(f"{value!r}: {row.reason}" if options or row.values else row.reason) from None
         to.note(key, row.reason)
         return
-    elsewhere = [flag_name(name) for name in ours if name in NOT_FROM_FILES]
-    if elsewhere and is_set:
+    if (elsewhere := [flag_name(name) for name in ours if name in NOT_FROM_FILES]) and is_set:
         to.note(key, f"not taken from a file: {elsewhere[0]}")
     if "track" in ours:
         names = [ours["track"]] if isinstance(ours["track"], str) else ours["track"]
@@ -338,8 +335,7 @@ def convert_warmup(to: Conversion) -> None:
 
 def convert_ratios(to: Conversion) -> None:
     """The alpha of a rank-stabilized adapter, scaled by alpha / sqrt(rank), and the ratio of KTO's two weights."""
-    key = next((name for name in ("use_rslora", "peft_use_rslora") if to.given.get(name)), None)
-    if key is not None:
+    if (key := next((name for name in ("use_rslora", "peft_use_rslora") if to.given.get(name)), None)) is not None:
         rank = to.train.get("lora_rank", LoRAOptions().lora_rank)
         to.set(key, lora_alpha=to.train.get("lora_alpha", 2 * rank) * math.sqrt(rank))
     keys = [key for key in (*GOOD_WEIGHTS, *BAD_WEIGHTS) if key in to.given]

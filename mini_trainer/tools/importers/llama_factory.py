@@ -21,8 +21,7 @@ def prepare(to: Conversion) -> None:
     stage, given = to.get("stage"), to.given
     if stage == "dpo":
         given.setdefault("pref_loss", "sigmoid")
-    weight = conversion.read_number("pref_ftx", given.pop("pref_ftx", 0))
-    if weight and stage == "kto":
+    if (weight := conversion.read_number("pref_ftx", given.pop("pref_ftx", 0))) and stage == "kto":
         raise ValueError("pref_ftx: a likelihood in addition to KTO's loss is not supported")
     if weight and stage == "dpo":
         to.set("pref_ftx", preference_nll_weight=weight + (given["pref_loss"] == "orpo"))

@@ -88,16 +88,15 @@ WHOLE = ArrayTask(1, 1)
 
 def choose_task(given: str | None) -> ArrayTask | None:
     """The task of this process: the one that is given, or its place among those that srun has started, if any."""
-    found = find_task()
-    if given is None and found is None:
-        return None
+    if given is None:
+        task = None if (found := find_task()) is None else ArrayTask(*found)
+        if task is not None:
+            say(f"task {task} of srun: runs its share of the trials")
+        return task
     try:
-        task = ArrayTask(*found) if given is None else ArrayTask(*parse_shard(given))
+        return ArrayTask(*parse_shard(given))
     except ValueError as error:
         raise ValueError(f"--task {error}") from None
-    if given is None:
-        say(f"task {task} of srun: runs its share of the trials")
-    return task
 
 
 @contextmanager
@@ -300,9 +299,7 @@ def find_direction(metric: str) -> bool:
 
     found = list_metrics()
     if metric not in found:
-        raise ValueError(
-            f"train: best_metric: given {metric!r}, allowed: those of the objective, of {', '.join(found)}"
-        )
+        raise ValueError(f"train: best_metric: given {metric!r}, allowed: the objective's, of {', '.join(found)}")
     return found[metric]
 
 

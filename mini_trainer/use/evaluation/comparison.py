@@ -125,15 +125,9 @@ def permute_signs(changes: np.ndarray, *, seed: int, num_resamples: int) -> floa
     """The two-sided p value of a sign permutation test."""
     from scipy import stats
 
-    return stats.permutation_test(
-        (changes,),
-        lambda sample, axis: sample.sum(axis=axis),
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=num_resamples,
-        batch=max(1, MAX_DRAWN // len(changes)),
-        rng=np.random.default_rng(seed),
-    ).pvalue
+    batch, rng = max(1, MAX_DRAWN // len(changes)), np.random.default_rng(seed)
+    given = dict(permutation_type="samples", vectorized=True, n_resamples=num_resamples, batch=batch, rng=rng)
+    return stats.permutation_test((changes,), np.sum, **given).pvalue
 
 
 def adjust_by_holm(values: list[float]) -> list[float]:

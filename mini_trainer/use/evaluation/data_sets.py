@@ -77,8 +77,7 @@ def check_set(data: Mixture, found: FoundModel) -> None:
             " (losses of different tokenizers cannot be compared)"
         )
     objective, _ = open_objective(data, found)
-    obstacle = objective.family.check_config(found.config, trust_remote_code=found.trust_remote_code)
-    if obstacle is not None:
+    if (obstacle := objective.family.check_config(found.config, trust_remote_code=found.trust_remote_code)) is not None:
         raise ValueError(f"--model {found.name}: {obstacle}")
     if found.classifies is not None:
         check_labels(data, found, objective)
@@ -130,14 +129,9 @@ def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: 
     if dtype == "float16":
         raise ValueError("--dtype float16: --data is computed in bfloat16 or float32, as in a run")
     method = Full() if found.adapter is None else METHODS["lora"].from_adapter(found.adapter, flag="--model")
-    model = build_model(
-        ModelSource(found.directory, found.config, found.trust_remote_code, name=found.base_name),
-        ComputeOptions(compute_dtype=dtype, activation_checkpointing="none"),
-        ShardingOptions(),
-        objective=objective,
-        method=method,
-        world=world,
-    )
+    source = ModelSource(found.directory, found.config, found.trust_remote_code, name=found.base_name)
+    compute = ComputeOptions(compute_dtype=dtype, activation_checkpointing="none")
+    model = build_model(source, compute, ShardingOptions(), objective=objective, method=method, world=world)
     check_model(model, objective, world=world)
     return model.eval()
 
@@ -146,11 +140,8 @@ def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np
     """All models' results side by side, with the samples' texts decoded by their common tokenizer."""
 
     def show(row: int) -> str:
-        texts = [
-            found.tokenizer.decode(input_ids[:MAX_TOKENS_SHOWN], clean_up_tokenization_spaces=False)
-            for input_ids in list_sequences(data.read(row))
-        ]
-        return "\n\n--- or ---\n\n".join(texts)
+        ids = (input_ids[:MAX_TOKENS_SHOWN] for input_ids in list_sequences(data.read(row)))
+        return "\n\n--- or ---\n\n".join(found.tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in ids)
 
     objective, kept = open_objective(data, found)
     return kept.collect(name, objective, tables, show)

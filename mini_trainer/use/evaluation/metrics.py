@@ -71,8 +71,7 @@ def contains(answer: str, reference: str) -> float:
 def extract_number(text: str) -> Fraction | None:
     """The number after the last `####` (GSM8K), else the last number of the text."""
     text = LATEX_FRACTION.sub(r"\1/\2", text)
-    found = [*MARKED_NUMBER.finditer(text)] or [*NUMBER.finditer(text)]
-    if not found:
+    if not (found := [*MARKED_NUMBER.finditer(text)] or [*NUMBER.finditer(text)]):
         return None
     sign, whole, top, bottom, plain = (part.replace(",", "") for part in found[-1].groups(""))
     try:

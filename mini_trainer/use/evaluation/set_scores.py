@@ -72,15 +72,12 @@ def collect_losses(name: str, objective: Objective, tables: Tables, show: Show) 
     together = np.stack(tables)  # (models, samples, 3)
     kept = np.flatnonzero(together[0, :, 2] > 0)
     losses, right, targets = together[:, kept, 0], together[:, kept, 1], together[0, kept, 2]
-    scores = [
-        SampleScores("loss", losses, targets, higher_is_better=False),
-        SampleScores("token_accuracy", right, targets),
-    ]
+    loss = SampleScores("loss", losses, targets, higher_is_better=False)
+    scores = [loss, SampleScores("token_accuracy", right, targets)]
     shown = [{"place": f"sample {i}", "prompt": show(i), "references": []} for i in kept.tolist()]
-    extras = [
-        {"perplexity": math.exp(min(mean, MAX_EXPONENT)), "num_loss_counted_tokens": int(targets.sum())}
-        for mean in (losses.sum(1) / targets.sum()).tolist()
-    ]
+    means, num_targets = (losses.sum(1) / targets.sum()).tolist(), int(targets.sum())
+    perplexities = [math.exp(min(mean, MAX_EXPONENT)) for mean in means]
+    extras = [{"perplexity": one, "num_loss_counted_tokens": num_targets} for one in perplexities]
     return Measured(name, "losses", shown, list_scores(scores), scores, extras)
 
 
@@ -133,15 +130,9 @@ def collect_classes(name: str, objective: Classification, tables: Tables, show: 
     targets, _ = objective.split_predictions(tables[0][:, 2:])  # (N, K)
     logits = [objective.split_predictions(own[:, 2:])[1] for own in tables]  # (N, C) of each model
     by_target = [measure_targets(objective, targets, own) for own in logits]
-    scores = [
-        SampleScores(
-            measure,
-            np.array([np.bincount(sample_of, own[measure]) for own in by_target]),
-            counts.astype(float),
-            higher_is_better=measure == "accuracy",
-        )
-        for measure in by_target[0]
-    ]
+    sums = {name: np.array([np.bincount(sample_of, own[name]) for own in by_target]) for name in by_target[0]}
+    divisors = counts.astype(float)
+    scores = [SampleScores(name, own, divisors, higher_is_better=name == "accuracy") for name, own in sums.items()]
     task = objective.task
     shown = [
         {"place": f"sample {row}", "prompt": show(row), "references": [label]}

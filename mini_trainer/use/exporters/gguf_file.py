@@ -120,9 +120,7 @@ def find_rope_problems(config: PreTrainedConfig, architecture: Architecture) -> 
         if kind not in supported:
             problems.append(f"rope_type of {layers} is {kind!r}, supported: {', '.join(map(repr, supported))}")
             continue
-        given = {
-            key for key, value in rope.items() if value is not None and (key, value) != ("partial_rotary_factor", 1)
-        }
+        given = {item[0] for item in rope.items() if item[1] is not None and item != ("partial_rotary_factor", 1)}
         if unread := given - ROPE_KEYS - KEYS_OF_ROPE[kind]:
             problems.append(f"rope_parameters of {layers} have {', '.join(sorted(unread))}, which it does not read")
     return problems
@@ -306,8 +304,7 @@ def write_tensors(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in show_progress(planned, "writing", unit="tensor"):
-            converted = convert_tensor(tensor.read(), tensor.name, config, architecture)
-            writer.write_tensor_data(quantize(tensor, converted))
+            writer.write_tensor_data(quantize(tensor, convert_tensor(tensor.read(), tensor.name, config, architecture)))
     finally:
         writer.close()
     sync_file(path)

@@ -78,9 +78,7 @@ def add_tokenizer(
             " runs of blanks or combined characters, may become other tokens"
         )
         if (stored["pre_tokenizer"] or {}).get("prepend_scheme") == "first":
-            notes.append(
-                "llama.cpp puts a blank before a text and after each special token, this tokenizer only before"
-            )
+            notes.append("llama.cpp puts a blank before a text and after special tokens, this tokenizer only before")
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(name_split(stored))

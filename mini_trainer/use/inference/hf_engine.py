@@ -58,13 +58,12 @@ def measure_padding(model: nn.Module, generation_config: GenerationConfig) -> fl
     ids[0, : longest - short] = generation_config.pad_token_id
     config = copy.deepcopy(generation_config)
     config.max_new_tokens, config.output_logits, config.return_dict_in_generate = 1, True, True
-    generated = [
+    padded, alone = (
         model.generate(input_ids=rows.to(device), attention_mask=shown.to(device), generation_config=config)
         .logits[0][0]
         .float()
         for rows, shown in ((ids, mask), (ids[:1, longest - short :], mask[:1, longest - short :]))
-    ]
-    padded, alone = generated
+    )
     return ((padded - alone).abs().max() / alone.std()).item()
 
 

@@ -108,12 +108,8 @@ def find_answering_model(
 
 def find_given_model(options: GenerateOptions | ServeOptions) -> FoundModel:
     """Finds the model of a program's options, and verifies it unless they say otherwise."""
-    found = find_answering_model(
-        options.model,
-        adapter=options.adapter,
-        revision=options.model_revision,
-        trust_remote_code=options.trust_remote_code,
-    )
+    adapter, revision, trusts = options.adapter, options.model_revision, options.trust_remote_code
+    found = find_answering_model(options.model, adapter=adapter, revision=revision, trust_remote_code=trusts)
     if not options.skip_verification:
         found.verify()
     return found
@@ -172,8 +168,7 @@ def load_answering_model(found: FoundModel, *, dtype: torch.dtype, device: torch
             model, report = family.load_model(found.directory, dtype=dtype, trust_remote_code=found.trust_remote_code)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--model {found.name}: cannot load the weights: {error}") from None
-    problems = [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]
-    if problems:
+    if problems := [f"{kind}: {report[kind]}" for kind in ("missing_keys", "mismatched_keys") if report[kind]]:
         raise ValueError(f"--model {found.name}: the weights do not fit the config: {'; '.join(problems)}")
     check_num_rows(found, model.get_input_embeddings().weight.shape[0])
     if found.adapter is not None:

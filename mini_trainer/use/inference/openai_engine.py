@@ -251,8 +251,7 @@ class OpenAIEngine:
         """Tokens that the context leaves for an answer. The server counts the prompt as it answers with one token.
         PromptTooLong if the prompt itself is too long, or if nothing says how long the context is."""
         num_tokens = self.ask_within(request, 1).num_prompt_tokens
-        context = self.context or read_context(refused.reason)
-        if context is None or num_tokens is None:
+        if (context := self.context or read_context(refused.reason)) is None or num_tokens is None:
             raise refused
         return max(1, context - num_tokens - 1)  # SGLang counts one token more
 

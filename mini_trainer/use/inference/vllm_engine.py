@@ -47,19 +47,9 @@ class VLLMEngine:
         self.dtype = str(choose_dtype(found.config, engine.dtype)).removeprefix("torch.")
         self.args = read_engine_args(engine.engine_args)
         lora = {} if found.adapter is None else {"enable_lora": True, "max_lora_rank": choose_rank(found)}
-        self.llm = start(
-            found.name,
-            dict(
-                model=found.directory,
-                tokenizer=str(found.tokenizer_dir),
-                generation_config=str(found.generation_dir),
-                dtype=self.dtype,
-                trust_remote_code=found.trust_remote_code,
-                seed=sampling.seed,
-                **lora,
-                **self.args,
-            ),
-        )
+        files = dict(tokenizer=str(found.tokenizer_dir), generation_config=str(found.generation_dir))
+        own = dict(dtype=self.dtype, trust_remote_code=found.trust_remote_code, seed=sampling.seed)
+        self.llm = start(found.name, dict(model=found.directory, **files, **own, **lora, **self.args))
         self.engine = self.llm.llm_engine
         self.watcher = watch_children()
 
@@ -176,13 +166,8 @@ def watch_children() -> subprocess.Popen | None:
     """Has vLLM's engine end with this process, also after a SIGKILL: it would keep the GPU's memory."""
     if not (pids := [str(child.pid) for child in multiprocessing.active_children()]):
         return None
-    return subprocess.Popen(
-        [sys.executable, "-c", WATCHER, *pids],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    words, nowhere = [sys.executable, "-c", WATCHER, *pids], subprocess.DEVNULL
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
 def choose_rank(found: FoundModel) -> int:

@@ -173,8 +173,7 @@ class Reread:
 
 def read_samples(path: Path) -> list[Sample]:
     with open_regular(path) as file:
-        rows = map(parse_sample, file.read(MOST_BYTES).splitlines(keepends=True))
-        return [row for row in rows if row is not None]
+        return [*filter(None, map(parse_sample, file.read(MOST_BYTES).splitlines(keepends=True)))]
 
 
 # How a run has ended that did not crash.
@@ -286,10 +285,9 @@ def find_state(path: Path, params: MetricsLine) -> State:
 
 def check_is_run(path: Path) -> None:
     """Raises ValueError, with suggestions, if the directory is not a run's."""
-    if not path.exists():
-        raise ValueError(f"{path}: no such directory; name the --output-dir of a run")
     if not path.is_dir():
-        raise ValueError(f"{path}: not a directory; name the --output-dir of a run")
+        what = "not a directory" if path.exists() else "no such directory"
+        raise ValueError(f"{path}: {what}; name the --output-dir of a run")
     if is_run(path):
         return
     try:
@@ -314,9 +312,8 @@ def name_runs(paths: list[Path]) -> list[str]:
 
 def open_runs(paths: list[Path]) -> list[Run]:
     """Opens the runs; one ValueError lists all problems with the directories."""
-    problems = []
     resolved = [path.resolve() for path in paths]
-    problems += [f"{path}: given more than once" for i, path in enumerate(paths) if resolved[i] in resolved[:i]]
+    problems = [f"{path}: given more than once" for i, path in enumerate(paths) if resolved[i] in resolved[:i]]
     runs = []
     for path, name in zip(paths, name_runs(paths), strict=True):
         try:
