@@ -260,6 +260,13 @@ def test_hybrid_sharding_divides_by_fewer_ranks(plan):
     assert code == ExitCode.BAD_INPUT and re.search(r"--sharding hybrid: .* 8 ranks .* 3 ranks", text)
 
 
+def test_ranks_that_share_rows_are_planned_as_fewer_with_longer_rows(plan):
+    ranks = dict(plan_for="4", context_parallel=2), dict(plan_for="2", max_tokens_per_gpu=128)
+    shared, fewer = (plan(**given, batch_size=40)[1] for given in ranks)
+    packed = r"micro-batches of at most 128 tokens, in the next \d+ batches: [\d.]+ a"
+    assert re.search(packed, shared)[0] == re.search(packed, fewer)[0]
+
+
 def test_a_plan_without_data_or_model_says_what_it_can(plan, tmp_path):
     code, text = plan(data_path=str(tmp_path / "none.arrow"))
     assert code == ExitCode.BAD_INPUT and f"--data-path {tmp_path / 'none.arrow'}: " in text and "model: qwen3" in text
