@@ -78,6 +78,7 @@ def main() -> None:
     mutants = [mutant for mutant in every if not args.names or {mutant.room, str(mutant)} & {*args.names}]
     for mutant in mutants:
         mutant.mutate((ROOT / mutant.file).read_text())  # says what is not found before anything runs
+    commit = subprocess.run(["git", "log", "-1", "--format=%h of %cs"], cwd=ROOT, capture_output=True, text=True).stdout
     os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")  # read at the import
     for name in PACKAGES:
         importlib.import_module(name)
@@ -89,7 +90,7 @@ def main() -> None:
         with ProcessPoolExecutor(args.workers, mp_context=context, initializer=take_tree, initargs=(trees,)) as pool:
             results = list(pool.map(measure, mutants))
             results = pool.submit(refuse_false_kills, results).result()
-    report = summarize(results)
+    report = summarize(results, commit=commit.strip())
     print(f"\n{report}")
     if args.output:
         args.output.write_text(f"{report}\n\n" + "".join(f"{describe(result)}\n" for result in results))
@@ -218,11 +219,10 @@ def describe(result: Result) -> str:
     return f"{result.verdict:10} {result.seconds:5.0f} s  {mutant!s:40} {what}"
 
 
-def summarize(results: list[Result]) -> str:
-    """The table by room, of this commit."""
-    commit = subprocess.run(["git", "log", "-1", "--format=%h of %cs"], cwd=ROOT, capture_output=True, text=True)
+def summarize(results: list[Result], *, commit: str) -> str:
+    """The table by room. `commit`: when the run began."""
     rows = [
-        f"Commit {commit.stdout.strip()}, run on {time.strftime('%Y-%m-%d')}.\n",
+        f"Commit {commit}, run on {time.strftime('%Y-%m-%d')}.\n",
         "| room | mutants | killed | equivalent | survived | seconds a mutant |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
