@@ -130,7 +130,7 @@ def test_the_best_export_is_the_lowest_point_of_the_curve(run):
 
 
 def test_the_best_and_what_does_not_improve_on_it():
-    """By more than 0.1, after a step, and a number: NaN is none."""
+    """The best is better by more than 0.1, comes after a step, and is a number, which NaN is not."""
     progress = Progress(data="d")
     for step, loss in enumerate((1.0, math.nan, 2.0, 1.95, 1.8, 1.75)):
         progress = progress.after(loss, step=step, more_is_better=False, least=0.1)
@@ -139,7 +139,7 @@ def test_the_best_and_what_does_not_improve_on_it():
 
 
 def test_a_validation_is_no_waiting_for_data(inputs, world, tmp_path, monkeypatch):
-    """By a clock that moves on by a second whenever it is read, and by a minute in a validation."""
+    """The clock moves on by a second whenever it is read, and by a minute in a validation."""
     clock, measure = count(), Validations.measure
 
     def take_a_minute(*given: object, **named: object) -> bool:
