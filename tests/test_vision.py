@@ -128,8 +128,8 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str, rel: flo
 @pytest.mark.parametrize("options", [{}, wide(dict(compile=True))])
 @pytest.mark.parametrize("family", exact_families(FAMILIES))
 def test_packed_losses_and_gradients_are_the_models_own(family, options, world, tmp_path, monkeypatch):
-    """With all of the model trained: whatever part is frozen, the gradients of the others are these. Compiled
-    blocks, too: features of deeper layers may come in between, tokens of an image see both ways."""
+    """All parts train: the gradients of a part do not depend on which others are frozen. Compiled blocks, too, where
+    features of deeper layers come in between, and tokens of an image see both ways."""
     compile_by("eager", monkeypatch, dynamic=False)
     model = save_vision_model(tmp_path, family)
     rows = TokenizedData(tokenize(make_rows(tmp_path), model, tmp_path))

@@ -277,7 +277,8 @@ def hash_inputs(settings: ContinualSettings) -> dict[str, str]:
 
 def hash_known(settings: ContinualSettings, *, where: str) -> dict[str, str]:
     """The hash of the data that the method replays with every task."""
-    if (known := None if settings.replay is None else settings.replay.known) is not None and not Path(known).exists():
+    known = None if settings.replay is None else settings.replay.known
+    if known is not None and not Path(known).exists():
         raise ValueError(f"{where}replay: known: {known} does not exist")
     return {} if known is None else hash_files([Path(known)])
 

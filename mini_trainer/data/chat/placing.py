@@ -93,11 +93,16 @@ def check_places(outline: conversation.Outline, skeleton: Skeleton) -> None:
     for k, slot in enumerate(skeleton.slots):
         leaf, at = outline.leaves[slot.leaf], bisect_right(starts, k) - 1
         turn = turns[at] if at >= 0 and k < turns[at].end[0] else None
-        role, writes = outline.messages[leaf.message]["role"], f"the chat template writes the {leaf.kind} of message"
+        role = outline.messages[leaf.message]["role"]
         if turn is not None and turn.message != leaf.message:
-            raise ValueError(f"{writes} {leaf.message + 1} ({role}) within the turn of message {turn.message + 1}")
+            raise ValueError(
+                f"the chat template writes the {leaf.kind} of message {leaf.message + 1} ({role}) within the turn of"
+                f" message {turn.message + 1}"
+            )
         if turn is None and role == conversation.ASSISTANT and not outline.is_echoed(slot.leaf):
-            raise ValueError(f"{writes} {leaf.message + 1} outside of its turn")
+            raise ValueError(
+                f"the chat template writes the {leaf.kind} of message {leaf.message + 1} outside of its turn"
+            )
         if turn is not None:
             placed.add(slot.leaf)
         is_list = isinstance(outline.messages[leaf.message].get("content"), list) and leaf.kind == "content"

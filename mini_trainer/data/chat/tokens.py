@@ -264,8 +264,14 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
             spans.append(conversation.TrainedSpan(first, end, passage.role, passage.weight))
     if located.pictures is not None and tuple(input_ids) != located.pictures.input_ids:
         raise ValueError("the model's processor and tokenizer make different tokens of the row: it cannot be masked")
-    own = dict(pictures=located.pictures, is_stop_appended=located.is_stop_appended, remarks=located.remarks)
-    return TokenizedChat(input_ids, spans, is_weighted=located.is_weighted, **own)
+    return TokenizedChat(
+        input_ids,
+        spans,
+        is_weighted=located.is_weighted,
+        pictures=located.pictures,
+        is_stop_appended=located.is_stop_appended,
+        remarks=located.remarks,
+    )
 
 
 def split_by_training(input_ids: Sequence[int], labels: Sequence[int]) -> list[tuple[list[int], bool]]:

@@ -75,9 +75,15 @@ def prepare(options: ProcessDataOptions, sources: list[Source], today: str) -> P
         if options.rows.images:
             processor = load_processor(model_dir, trust_remote_code=trusts)
             expander = ImageExpander(processor, directory=Path(options.output_file).resolve().parent)
-        rules = dict(missing_stop_token=options.rows.missing_stop_token, thinking_prefix=options.rows.thinking_prefix)
-        rules |= dict(refused=options.contents.refuse, expander=expander, template_args=template_args)
-        masker = ChatMasker(dated, stop_token_ids=load_stop_token_ids(model_dir), **rules)
+        masker = ChatMasker(
+            dated,
+            stop_token_ids=load_stop_token_ids(model_dir),
+            missing_stop_token=options.rows.missing_stop_token,
+            thinking_prefix=options.rows.thinking_prefix,
+            refused=options.contents.refuse,
+            expander=expander,
+            template_args=template_args,
+        )
         notes = check_template(masker, options)
         preparation = choose_preparation(masker, sources, options)
         stop_token_id, open_turns = masker.chats.find_stop_token(), masker.chats.open_turns

@@ -102,7 +102,8 @@ class Totals:
         self.count_reason(VARIABLE_PART.sub("…", reason)[:200], 1)
 
     def count_reason(self, kind: str, count: int) -> None:
-        self.reasons[kind if kind in self.reasons or len(self.reasons) < MAX_REASON_KINDS else "other reasons"] += count
+        is_known = kind in self.reasons or len(self.reasons) < MAX_REASON_KINDS
+        self.reasons[kind if is_known else "other reasons"] += count
 
     def add_remarks(self, remarks: Iterable[Remark], place: str) -> None:
         """Counts a row's remarks."""
@@ -111,7 +112,8 @@ class Totals:
             self.count_remark(remark, 1, place)
 
     def count_remark(self, remark: Remark, count: int, place: str) -> None:
-        counted = remark if remark in self.remarks or len(self.remarks) < MAX_REMARK_KINDS else Remark(remark.kind)
+        is_known = remark in self.remarks or len(self.remarks) < MAX_REMARK_KINDS
+        counted = remark if is_known else Remark(remark.kind)
         self.remarks[counted] += count
         self.places.setdefault(counted, place)
 
@@ -262,7 +264,8 @@ def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_t
         return ["--missing-stop-token allow is not needed: every row has a trained stop token"] if needless else []
     found = f"{num_trained:,} of {num_rows:,} rows have a trained stop token"
     found += f" such as {stop!r}" if stop is not None else ""
-    if (is_enough := num_trained >= LEAST_SHARE * num_rows) or choice == "allow" or not open_turns:
+    is_enough = num_trained >= LEAST_SHARE * num_rows
+    if is_enough or choice == "allow" or not open_turns:
         return [found if is_enough else f"{found}: the model may not learn to stop"]
     if choice == "append":
         raise ValueError(

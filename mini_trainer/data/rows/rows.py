@@ -129,7 +129,8 @@ def process_chunk(
         if isinstance(tokens, ValueError):
             rejected[row.number] = one_line(tokens)
             continue
-        side = sides[validation_share is not None and falls_into_validation(example, validation_share)]
+        is_validation = validation_share is not None and falls_into_validation(example, validation_share)
+        side = sides[is_validation]
         side.totals.rows["in"] += 1
         if max_sample_num_tokens is not None and len(tokens.input_ids) > max_sample_num_tokens:
             side.totals.rows["too_long"] += 1

@@ -74,7 +74,8 @@ def naming_failed_writes(*targets: Path, parts: Sequence[Path], needed_bytes: in
 
 def count_bytes(path: Path) -> int:
     """Size of a file, or of all files in a directory; 0 if there is none."""
-    return sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def remove_parts(target: Path) -> None:

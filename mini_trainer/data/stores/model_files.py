@@ -290,7 +290,8 @@ def read_index(index: Path) -> list[str]:
 
 def check_model_path(path: str, *, flag: str) -> None:
     """Refuses a path that is not a model's directory, so that it is not taken for a name on the hub."""
-    if (path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)) and not os.path.isdir(path):
+    is_path = path.startswith(("/", "./", "../", "~")) or os.path.isfile(path)
+    if is_path and not os.path.isdir(path):
         kind = "is a file" if os.path.isfile(path) else "there is no such directory"
         raise ValueError(f"{flag} {path}: {kind}; give a model's directory, or its name on the hub")
     found = [] if Path(path, "config.json").exists() else sorted(map(str, Path(path).glob("hf_format/[!.]*")))

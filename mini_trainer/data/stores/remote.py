@@ -186,7 +186,8 @@ def find_remote(url: str, *, flag: str) -> list[tuple[str, RemoteFile]]:
         else:
             found = filesystem.find(path) or [path]
         folder = path.rstrip("/") + "/"
-        root = folder if any(one.startswith(folder) for one in found) else literal[: literal.rfind("/") + 1]
+        is_folder = any(one.startswith(folder) for one in found)
+        root = folder if is_folder else literal[: literal.rfind("/") + 1]
         return [(one.removeprefix(root), describe_remote(filesystem.unstrip_protocol(one))) for one in sorted(found)]
 
 

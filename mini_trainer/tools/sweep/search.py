@@ -89,9 +89,10 @@ WHOLE = ArrayTask(1, 1)
 def choose_task(given: str | None) -> ArrayTask | None:
     """The task of this process: the one that is given, or its place among those that srun has started, if any."""
     if given is None:
-        task = None if (found := find_task()) is None else ArrayTask(*found)
-        if task is not None:
-            say(f"task {task} of srun: runs its share of the trials")
+        if (found := find_task()) is None:
+            return None
+        task = ArrayTask(*found)
+        say(f"task {task} of srun: runs its share of the trials")
         return task
     try:
         return ArrayTask(*parse_shard(given))

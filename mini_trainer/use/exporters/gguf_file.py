@@ -120,7 +120,9 @@ def find_rope_problems(config: PreTrainedConfig, architecture: Architecture) -> 
         if kind not in supported:
             problems.append(f"rope_type of {layers} is {kind!r}, supported: {', '.join(map(repr, supported))}")
             continue
-        given = {item[0] for item in rope.items() if item[1] is not None and item != ("partial_rotary_factor", 1)}
+        given = {
+            key for key, value in rope.items() if value is not None and (key, value) != ("partial_rotary_factor", 1)
+        }
         if unread := given - ROPE_KEYS - KEYS_OF_ROPE[kind]:
             problems.append(f"rope_parameters of {layers} have {', '.join(sorted(unread))}, which it does not read")
     return problems

@@ -166,8 +166,13 @@ def watch_children() -> subprocess.Popen | None:
     """Has vLLM's engine end with this process, also after a SIGKILL: it would keep the GPU's memory."""
     if not (pids := [str(child.pid) for child in multiprocessing.active_children()]):
         return None
-    words, nowhere = [sys.executable, "-c", WATCHER, *pids], subprocess.DEVNULL
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", WATCHER, *pids],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def choose_rank(found: FoundModel) -> int:

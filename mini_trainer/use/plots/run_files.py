@@ -173,7 +173,8 @@ class Reread:
 
 def read_samples(path: Path) -> list[Sample]:
     with open_regular(path) as file:
-        return [*filter(None, map(parse_sample, file.read(MOST_BYTES).splitlines(keepends=True)))]
+        rows = map(parse_sample, file.read(MOST_BYTES).splitlines(keepends=True))
+        return [row for row in rows if row is not None]
 
 
 # How a run has ended that did not crash.
