@@ -8,7 +8,6 @@ import base64
 import inspect
 import math
 import os
-import pickle
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -88,15 +87,6 @@ def deserialize_callback(encoded: str) -> TrainerCallback:
     if len(found) != 1:
         raise ValueError(f"expected the source of one class derived from TrainerCallback, found {len(found)}:\n{text}")
     return found[0]()
-
-
-def restore(kind: type, state: str | None) -> Any:
-    """An object of a class with the attributes that `api.sent_callbacks` has pickled; None: a new one."""
-    if state is None:
-        return kind()
-    made = object.__new__(kind)
-    vars(made).update(pickle.loads(base64.b64decode(state)))
-    return made
 
 
 class AsCallback(Callback):

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from mini_trainer.distributed.ending import ExitCode
@@ -110,7 +109,7 @@ class Meeting:
         if not self.has_address and (problem := describe_problem(lambda: socket.getaddrinfo(own, None))):
             say_note(f"this machine's own name, {own}, leads nowhere ({problem}): pass --local-addr")
         due = self.started + SECONDS_UNTIL_TOLD
-        while not has_children():
+        while not list_children():
             if problem := "" if self.is_reached else self.find_problem():
                 pass
             elif not self.is_reached:
@@ -173,11 +172,6 @@ def end_ranks(find_end: Callable[[], object]) -> None:
     for pid in list_children():
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-
-
-def has_children() -> bool:
-    """Whether this process has started others; True where the system does not say."""
-    return not Path("/proc/self/task").is_dir() or bool(list_children())
 
 
 def import_quiet_torch() -> None:

@@ -3,7 +3,6 @@
 import os
 import resource
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +13,10 @@ from mini_trainer.options.reading import read_text
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after this time. Only the main thread of a Unix process can be interrupted, and
+    """Raises TimeoutError in the block after this time. Only the main thread of a process can be interrupted, and
     workers run there; elsewhere there is no limit. A single operation on huge values cannot be interrupted. After twice
     the limit of CPU time the kernel ends the process with SIGVTALRM, unless the program handles that signal."""
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -37,10 +36,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Raises MemoryError in the block once it needs this much more memory. Linux only."""
-    if sys.platform != "linux":
-        yield
-        return
+    """Raises MemoryError in the block once it needs this much more memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = measure_memory() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard))

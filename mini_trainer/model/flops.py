@@ -16,9 +16,17 @@ from mini_trainer.objectives.objective import Objective
 
 if TYPE_CHECKING:
     from mini_trainer.data.tokenized.image_sizes import SampleImages
-    from mini_trainer.model.tower_flops import TowerFlops
 
 NOT_ATTENDING = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})  # values of config.layer_types
+
+
+@dataclass(frozen=True)
+class TowerFlops:
+    """FLOPs of vision tower and projector, forward and backward; forward only for frozen parts before a trained one."""
+
+    per_patch: float  # the vision tower's matrices, and attention within windows
+    per_pair: float  # a pair of patches in one image or tile: full attention
+    per_token: float  # the projector's matrices, per token for the language model
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class FlopCount:
     windows: tuple[int | None, ...]  # each layer's attention window; None: no window
     forward_per_token: float  # of a forward pass alone: 2 per matrix weight
     forward_per_loss_token: float
-    tower: "TowerFlops | None" = None  # None: a text-only model
+    tower: TowerFlops | None = None  # None: a text-only model
 
     def of_images(self, images: "SampleImages") -> np.ndarray:  # (samples,)
         """FLOPs of tower and projector over each sample's images."""
@@ -159,12 +167,31 @@ def count_flops(model: PreTrainedModel) -> FlopCount:
     )
 
 
-def count_tower(model: PreTrainedModel, config: PreTrainedConfig) -> "TowerFlops | None":
-    """`TowerFlops` of a vision-language model; None for others."""
+def count_tower(model: PreTrainedModel, config: PreTrainedConfig) -> TowerFlops | None:
+    """`TowerFlops` of a vision-language model, counted from the shapes of its parts like those of `count_flops`; None
+    for others. A projector's matrices count once per output token, which is right for most (LLaVA's, Qwen-VL's). Those
+    of Llama 4's adapter, which merges 4 patches, count for each of them: 4 % too much for a released model's tower."""
     vision = getattr(config, "vision_config", None)
     parts = list_parts(model) if vision is not None and is_multimodal(config) else {"vision": []}
     if not parts["vision"]:
         return None
-    from mini_trainer.model.tower_flops import count_parts
-
-    return count_parts(model, vision, parts)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    passes, flops = 2, {}  # FLOPs per frozen weight: 2 forward, 2 more for backward once an earlier part trains
+    for part in ("vision", "projector"):
+        params = [p for p in map(model.get_parameter, parts[part]) if p.ndim > 1 and id(p) not in tables]
+        trains = any(param.requires_grad for param in params)
+        passes = 4 if trains else passes
+        flops[part] = float(sum(param.numel() * (6 if param.requires_grad else passes) for param in params))
+        if part == "vision":
+            per_product = 12 if trains else 4  # FLOPs per pair of patches and dimension
+    depth = find_number(vision, "depth", "num_hidden_layers", "num_layers")
+    width = find_number(vision, "embed_dim", "hidden_size") if not hasattr(vision, "intermediate_size") else 0
+    width = width or find_number(vision, "hidden_size", "embed_dim")
+    whole = getattr(vision, "fullatt_block_indexes", None)
+    num_whole = depth if whole is None else len(whole)
+    in_window = 0 if whole is None else (vision.window_size // vision.patch_size) ** 2
+    return TowerFlops(
+        per_patch=flops["vision"] + per_product * width * (depth - num_whole) * in_window,
+        per_pair=per_product * width * num_whole,
+        per_token=flops["projector"],
+    )

@@ -25,7 +25,7 @@ from mini_trainer.distributed.world import World, broadcast_from_rank0
 from mini_trainer.model.method import Method
 from mini_trainer.model.stored_tensors import reading_ahead
 from mini_trainer.model.weights import Readers
-from mini_trainer.model.whole_weights import PlacedWeights, WholeWeights
+from mini_trainer.model.whole_weights import PlacedWeights, WholeWeights, add_products
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import ShardingOptions
 from mini_trainer.options.doors import KEEPING, RESHARDING
@@ -164,8 +164,6 @@ def apply_sharding(
         cast_inputs(blocks, packed_model.compute_dtype)
         weights = WholeWeights(packed_model, packed_model.compute_dtype, world.mesh, kept=own_type)
         if adds_products(packed_model, world.device):
-            from mini_trainer.model.added_products import add_products
-
             add_products(weights.places)
         place_weights(packed_model, weights)
         return

@@ -124,7 +124,7 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     """Returns the model without data, a reader for each of its tensors, and transformers' loading report.
     Buffers that the model computes and no file holds, such as rotary frequencies, are computed here, in fp32."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, convert_and_load_state_dict_in_model
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     # Make the model that its files describe, and list their tensors.
@@ -135,11 +135,9 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
         model = family.make_model(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     files = StoredFiles(Path(model_dir))
     stored = open_stored(files.find(), source, model, own_dtype)
-    conversions = get_model_conversion_mapping(model)
-    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     wanted = model.state_dict()
 
-    named = name_stored(model, stored)
+    named, by_pattern = name_stored(model, stored)
     sources = group_sources(named)
     raw = [key for keys in sources.values() for key, _ in keys if stored[key].dtype in QUANTIZED_TYPES]
     if raw:
@@ -154,7 +152,7 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
         pretrained_model_name_or_path=model_dir,
         ignore_mismatched_sizes=True,  # the caller refuses them
         dtype=torch.float32,
-        weight_mapping=conversions,
+        weight_mapping=get_model_conversion_mapping(model),
         device_map={"": "meta", **dict.fromkeys(computed, "cpu")},
     )
     stand_ins = {key: torch.empty(tensor.shape, device="meta") for key, tensor in stored.items()}
@@ -163,8 +161,6 @@ def plan_reading(source: ModelSource, family: Family) -> tuple[PreTrainedModel, 
     info = model._finalize_model_loading(model, loading, info)
 
     # Make a reader for every tensor: read directly, or converted from several stored ones.
-    by_pattern = index_converters(converters)
-
     def convert(name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         converter = copy.deepcopy(by_pattern[sources[name][0][1]])
         for key, pattern in sources[name]:
@@ -207,9 +203,11 @@ def open_stored(
     return open_dequantized(stored, settings, dtype)
 
 
-def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tuple[str, str | None]]:
-    """Maps each stored tensor that the model uses to the parameter's name and its conversion's pattern, if any.
-    Applies transformers' own rules."""
+def name_stored(
+    model: PreTrainedModel, stored: Iterable[str]
+) -> tuple[dict[str, tuple[str, str | None]], dict[str, Any]]:
+    """Maps each stored tensor that the model uses to the parameter's name and its conversion's pattern, if any; and
+    each pattern to its conversion. Applies transformers' own rules."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -223,7 +221,7 @@ def name_stored(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, tupl
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
         if name in wanted:
             named[key] = name, pattern
-    return named
+    return named, {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
 
 def group_sources(named: dict[str, tuple[str, str | None]]) -> dict[str, list[tuple[str, str | None]]]:
@@ -232,10 +230,6 @@ def group_sources(named: dict[str, tuple[str, str | None]]) -> dict[str, list[tu
     for key, (name, pattern) in named.items():
         sources.setdefault(name, []).append((key, pattern))
     return sources
-
-
-def index_converters(converters: Iterable[Any]) -> dict[str, Any]:
-    return {pattern: converter for converter in converters for pattern in converter.source_patterns}
 
 
 def find_kept_type(
@@ -251,20 +245,16 @@ def find_kept_type(
 def find_types(source: ModelSource, model: PreTrainedModel, names: Iterable[str]) -> dict[str, torch.dtype]:
     """The narrowest types that hold parameters of the `model` of `source` as its files have them, dequantized; without
     files as its config says."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
     directory = Path(source.directory)
     own = choose_dtype(AutoConfig.from_pretrained(directory, trust_remote_code=source.trust_remote_code))
     if not list_weights(directory):
         return dict.fromkeys(names, own)
     stored = open_stored(StoredFiles(directory).find(), source, model, own)
     try:
-        sources, conversions = group_sources(name_stored(model, stored)), get_model_conversion_mapping(model)
+        named, by_pattern = name_stored(model, stored)
     except NOT_PLANNABLE:  # loaded as a whole, in fp32
         return dict.fromkeys(names, torch.float32)
-    by_pattern = index_converters(each for each in conversions if isinstance(each, WeightConverter))
-    types = {name: find_kept_type(keys, stored, by_pattern) for name, keys in sources.items()}
+    types = {name: find_kept_type(keys, stored, by_pattern) for name, keys in group_sources(named).items()}
     return {name: NARROW.get(types.get(name), torch.float32) for name in names}
 
 
@@ -283,7 +273,7 @@ def list_left_out(source: ModelSource, family: Family, *, trained: Collection[st
     own = AutoConfig.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
     stored = open_stored(stored, source, model, choose_dtype(own))
     try:
-        named = name_stored(model, stored)
+        named, _ = name_stored(model, stored)
     except NOT_PLANNABLE:  # `read_weights` has warned about it
         return {}
     family.leave_out(model)

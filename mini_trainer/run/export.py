@@ -4,10 +4,10 @@ import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -25,7 +25,7 @@ from mini_trainer.distributed.messages import show_progress, without_library_bar
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import Method
-from mini_trainer.model.stored_tensors import StoredFiles
+from mini_trainer.model.stored_tensors import Stored, StoredFiles
 from mini_trainer.model.weights import NOT_PLANNABLE, WeightGroup, list_left_out
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text_tower import is_multimodal, text_config
@@ -34,6 +34,8 @@ from mini_trainer.options.reading import hash_file
 from mini_trainer.run.write_pool import DTYPES, TensorFile, WritePool
 
 PATTERN = WEIGHTS.replace(".safetensors", "{suffix}.safetensors")
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+PROCESSOR_FILES = ("*processor*.json", "chat_template.json")
 
 
 class WeightStream:
@@ -49,13 +51,16 @@ class WeightStream:
         pool: WritePool,
         *,
         max_bytes: int,
+        left_out: Mapping[str, Stored],
         source_names: Collection[str] = (),
     ):
-        """`shell` and `shapes` are on the meta device; `source_names` are those in the base model's files."""
+        """`shell` and `shapes` are on the meta device; `left_out` are tensors that the model lacks, by stored names;
+        `source_names` are those in the base model's files."""
         self.shell, self.conversions = shell, list_conversions(shell, source_names)
         shell._weight_conversions = self.conversions or None  # or transformers lists them again for every tensor
         shapes = {name: shape for name, shape in shapes.items() if name not in (shell._keys_to_ignore_on_save or ())}
-        stored = self.revert(shapes)
+        self.left_out = left_out
+        stored = self.revert(shapes) | {name: describe_stored(tensor) for name, tensor in left_out.items()}
         split = split_state_dict_into_shards_factory(
             stored,
             get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
@@ -118,10 +123,19 @@ class WeightStream:
             self.file_of[name].write(name, tensor)
 
     def finish(self) -> None:
-        """Waits until everything is written; raises the first error. Checks that everything has been added."""
+        """Adds the tensors that the model lacks, and waits until everything is written; raises the first error. Checks
+        that everything has been added."""
+        for name in sorted(self.left_out, key=self.turn_of):
+            self.pool.make_room(self.stored[name].nbytes)
+            self.file_of[name].write(name, self.left_out[name].read())
         self.pool.wait()
         missing = [name for name, file in self.file_of.items() if name in file.places]
         assert not missing, f"{len(missing)} tensors were not written, such as {min(missing)}"
+
+
+def describe_stored(tensor: Stored) -> Tensor:
+    """Its dtype and shape, on the meta device."""
+    return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device="meta")
 
 
 def find_groups(model: PreTrainedModel, names: Iterable[str]) -> dict[str, list[str]]:
@@ -162,9 +176,6 @@ def list_conversions(model: PreTrainedModel, source_names: Collection[str] = ())
         if type(each).__name__ != "PrefixChange" or any(each.rename_source_key(name)[1] for name in source_names)
     ]  # fmt: skip
 
-
-if TYPE_CHECKING:
-    from mini_trainer.run.export_left_out import StoredTensor
 
 MAX_SHARD_BYTES = 5 * 10**9  # maximum size of a weight file; a single tensor may be larger
 NUM_FILES = 4  # written and hashed at the same time
@@ -245,15 +256,9 @@ class ExportWriter:
         to be gathered."""
         shapes = {name: shape for group in groups for name, shape in group.shapes.items()}
         parts = self.parts
-        self.left_out = list_left_out(parts.source, parts.family, trained=shapes.keys()) if shapes else {}
-        self.own_tensors: dict[str, StoredTensor] = {}
-        if self.left_out:
-            from mini_trainer.run.export_left_out import find_tensors
-
-            self.own_tensors = find_tensors(Path(parts.source.directory))
+        left_out = list_left_out(parts.source, parts.family, trained=shapes.keys()) if shapes else {}
         self.is_multimodal = bool(shapes) and is_multimodal(config)
-        self.needed_bytes = sum(shape.nbytes for shape in shapes.values())
-        self.needed_bytes += sum(tensor.num_bytes for name, tensor in self.own_tensors.items() if name in self.left_out)
+        self.needed_bytes = sum(one.nbytes for one in (*shapes.values(), *map(describe_stored, left_out.values())))
         self.aside = disk.make_aside(self.export_dir, self.needed_bytes, what="the export", begun=parts.begun)
         with self.describing_errors():
             self.pool = WritePool(NUM_FILES, min(WAITING_BYTES, self.needed_bytes // 4))
@@ -263,9 +268,8 @@ class ExportWriter:
                     shell.save_pretrained(self.aside, state_dict={})
                 rewrite_config(self.aside / CONFIG, shell.config)
                 names = StoredFiles(Path(parts.source.directory)).find()
-                self.stream = WeightStream(
-                    shell, shapes, self.aside, self.pool, max_bytes=MAX_SHARD_BYTES, source_names=names
-                )
+                given = dict(max_bytes=MAX_SHARD_BYTES, left_out=left_out, source_names=names)
+                self.stream = WeightStream(shell, shapes, self.aside, self.pool, **given)
             if shell.can_generate():
                 self.write_generation_config(text_config(shell.config).vocab_size)
         return [] if self.stream is None else self.stream.sort(groups)
@@ -294,13 +298,7 @@ class ExportWriter:
             if self.stream is not None:
                 self.stream.finish()
             save_tokenizer(parts.tokenizer, aside)
-            if self.left_out:
-                from mini_trainer.run.export_left_out import add_tensors
-
-                add_tensors(aside, self.left_out, self.own_tensors, self.pool, max_bytes=MAX_SHARD_BYTES)
             if self.is_multimodal:
-                from mini_trainer.run.export_left_out import copy_processor_files
-
                 copy_processor_files(Path(parts.source.directory), aside)
             parts.method.write_extras(aside, parts.tokenizer)
             for name, text in parts.notes.items():
@@ -329,3 +327,12 @@ class ExportWriter:
             self.pool.close()
         if self.aside is not None:
             shutil.rmtree(self.aside, ignore_errors=True)
+
+
+def copy_processor_files(model_dir: Path, directory: Path) -> None:
+    """Copies the processors' configuration, but no chat template if the tokenizer has written one."""
+    has_template = (directory / "chat_template.jinja").exists()
+    for pattern in PROCESSOR_FILES:
+        for file in sorted(model_dir.glob(pattern)):
+            if not (file.name == "chat_template.json" and has_template):
+                shutil.copyfile(file, directory / file.name)

@@ -1,8 +1,8 @@
 """--sample-prompts: at each validation the model answers a few prompts, for people to read.
 
 In: rows of the formats that generate.py reads. Out: samples_0.jsonl, a line for each prompt at each validation. Answers
-are greedy, by the model as it is sharded, without a cache of keys and values. T tokens in a packed row, n unfinished
-sequences, H hidden size, V vocabulary size.
+are greedy, by the model as it is sharded, without a cache of keys and values. n unfinished sequences, V vocabulary
+size.
 """
 
 import json
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from mini_trainer.data.rows.prompts import encode_prompt, find_refusal, read_prompts
@@ -27,10 +26,10 @@ from mini_trainer.distributed.world import World, gather_on_rank0
 from mini_trainer.model.config import list_stops
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.family import MicroBatch, Targets, pack_row
-from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.families.text_tower import text_config
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options.reading import open_own, open_regular
+from mini_trainer.run.export_check import read_outputs
 from mini_trainer.run.file_names import SAMPLES_FILE
 from mini_trainer.run.step import TrainState
 from mini_trainer.run.training_log import Sink, write_line
@@ -59,8 +58,8 @@ def answer_greedily(
     while is_any(bool(waiting), world):
         progress(f"sample prompts, {len(waiting)} unfinished")
         row = pack_row([np.array([*prompts[i], *answers[i]]) for i in waiting] or [IDLE])
-        chosen = model.predict(MicroBatch(row, NO_TARGETS).to(world.device), choose_next).tolist()
-        for i, token in zip(waiting, chosen, strict=False):  # an idle row's is left out
+        logits = model.predict(MicroBatch(row, NO_TARGETS).to(world.device), read_outputs)  # (n, V)
+        for i, token in zip(waiting, logits.argmax(-1).tolist(), strict=False):  # an idle row's is left out
             answers[i].append(token)
         waiting = [i for i in waiting if answers[i][-1] not in stops and len(answers[i]) < room[i]]
     reshard(model)
@@ -74,13 +73,6 @@ def is_any(value: bool, world: World) -> bool:
     flag = torch.tensor(int(value), device=world.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)
-
-
-def choose_next(row_model: TextRowModel, micro_batch: MicroBatch) -> Tensor:  # (n,)
-    """The most likely next token of each sequence."""
-    last = micro_batch.row.cu_seqlens[1:].long() - 1
-    projection = row_model.project(row_model.encode(micro_batch).hidden[0, last])  # (n, H)
-    return torch.nn.functional.linear(projection.hidden, projection.weight, projection.bias).argmax(-1)  # of (n, V)
 
 
 FLAG = "--sample-prompts"

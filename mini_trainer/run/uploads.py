@@ -62,20 +62,16 @@ class Hub:
         self.repo_id = HfApi().create_repo(self.repo_id, exist_ok=True).repo_id
 
     def upload(self, upload: Upload) -> str:
-        return retry(lambda: self._commit(upload), SECONDS_TO_WAIT)
-
-    def _commit(self, upload: Upload) -> str:
-        self.prepare()
         api, branch = HfApi(), BRANCHES[upload.kind]
-        if branch is not None:
-            api.create_branch(self.repo_id, branch=branch, exist_ok=True)
-        return api.upload_folder(
-            repo_id=self.repo_id,
-            folder_path=upload.links,
-            revision=branch,
-            commit_message=upload.message,
-            delete_patterns=list(WEIGHTS),
-        ).commit_url
+
+        def commit() -> str:
+            self.prepare()
+            if branch is not None:
+                api.create_branch(self.repo_id, branch=branch, exist_ok=True)
+            given = dict(revision=branch, commit_message=upload.message, delete_patterns=list(WEIGHTS))
+            return api.upload_folder(repo_id=self.repo_id, folder_path=upload.links, **given).commit_url
+
+        return retry(commit, SECONDS_TO_WAIT)
 
     def describe_command(self, export_dir: Path, kind: str) -> str:
         branch = BRANCHES[kind]

@@ -163,13 +163,6 @@ class WritePool:
         if self.error is not None:
             raise self.error
 
-    def rename(self, old: Path, new: Path) -> None:
-        """Renames a file that is written; call `wait` before."""
-        old.rename(new)
-        for file in self.files:
-            if file.path == old:
-                file.path = new
-
     def finish(self) -> dict[Path, dict[str, Any]]:
         """Waits like `wait`; returns every file's manifest entry."""
         self.wait()

@@ -123,12 +123,10 @@ class ImageExpander:
 
 def replace_all(text: str, replaced: Sequence[dict[str, Any]]) -> str:
     """`text` with every placeholder replaced."""
-    parts, last = [], 0
-    for place in replaced:
+    for place in reversed(replaced):  # so that the places before it stay where they are
         start, end = place["span"]
-        parts += [text[last:start], place["replacement"]]
-        last = end
-    return "".join([*parts, text[last:]])
+        text = text[:start] + place["replacement"] + text[end:]
+    return text
 
 
 def move_passage(passage: Passage, replaced: Sequence[dict[str, Any]]) -> Passage:

@@ -19,7 +19,7 @@ from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.conversation import Chat, Located, Message, PreparedChat, Remark, TokenizedChat
 from mini_trainer.data.chat.linting import LEFT_OUT
 from mini_trainer.data.chat.reasoning import ANY_TAG, NO_REASONING, OPENINGS, THOUGHT
-from mini_trainer.data.chat.rendering import EXCHANGE, catch_error, make_tool, prepare_for, takes_parts
+from mini_trainer.data.chat.rendering import EXCHANGE, catch_error, make_calling, make_tool, prepare_for, takes_parts
 from mini_trainer.data.chat.skeletons import Beginning, Render, Span, common_length
 from mini_trainer.data.chat.tokens import split_by_training
 from mini_trainer.data.chat.turns import Stops
@@ -40,9 +40,7 @@ MORE = [{"role": "user", "content": "And 3 + 3?"}, {"role": "assistant", "conten
 SYSTEM = {"role": "system", "content": "Be brief."}
 THINKING = {**ANSWER, "reasoning_content": "Two and two make four."}
 TOOL = make_tool({"terms": {"type": "string", "description": "Which."}})
-CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"terms": "2, 2"}}}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-RESULT = {"role": "tool", "content": "sum: 4", "tool_call_id": "call00001", "name": "add"}
+_, CALLING, RESULT, _ = make_calling({"terms": "2, 2"})
 
 PROBES = [
     Chat([QUESTION, ANSWER]),

@@ -89,11 +89,13 @@ class ByteEncoding:
 
 def find_token_bytes(tokenizer: Any) -> list[bytes] | None:
     """The bytes of every token by id; None if the vocabulary is not byte-level."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # seconds to import
+
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     decoder = state["decoder"] or {}
     if "ByteLevel" not in {part["type"] for part in (decoder, *decoder.get("decoders", []))}:
         return None
-    byte_of = {character: byte for byte, character in enumerate(list_byte_characters())}
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     added = {token_id: token.content.encode() for token_id, token in tokenizer.added_tokens_decoder.items()}
     vocabulary = {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id not in added}
     token_bytes = [b""] * (1 + max([*vocabulary, *added]))
@@ -102,13 +104,6 @@ def find_token_bytes(tokenizer: Any) -> list[bytes] | None:
     for token_id, content in added.items():
         token_bytes[token_id] = content
     return token_bytes
-
-
-def list_byte_characters() -> list[str]:
-    """The character for each byte in byte-level vocabularies (GPT-2); printable ones stand for themselves."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)}
-    others = (chr(256 + i) for i in range(256))
-    return [chr(byte) if byte in printable else next(others) for byte in range(256)]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from mini_trainer.options.doors import Doors
 IGNORED = -100  # label of a token that is not trained
 
 Sample = dict[str, Any]  # `input_ids` (L,), and the columns of its objective and family; optional ones may be absent
+# Columns of data sets of every kind, and of those with a label for each token.
+COMMON = {"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()}
+BY_TOKEN = {"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32())} | COMMON
 LENGTHS_COLUMN = "sequence_lengths"  # in samples of several sequences, which are concatenated in `input_ids`
 
 CAUSAL_LM, SEQUENCES, TOKENS = "causal-lm", "sequence-classification", "token-classification"

@@ -71,13 +71,9 @@ class SequenceColumns(LabelledColumns):
     """One target of a whole sequence: a class; a 0 or 1 for each class; or the values to predict."""
 
     schema = pa.schema(
-        {
-            "input_ids": pa.list_(pa.int32()),
-            TARGET_COLUMN: pa.list_(pa.float32()),
-            "len": pa.int32(),
-            "num_loss_counted_tokens": pa.int32(),  # 1
-            TYPES_COLUMN: pa.list_(pa.int8()),
-        }
+        {"input_ids": pa.list_(pa.int32()), TARGET_COLUMN: pa.list_(pa.float32())}
+        | base.COMMON
+        | {TYPES_COLUMN: pa.list_(pa.int8())}
     )
     target = TARGET_COLUMN
 
@@ -97,17 +93,9 @@ class SequenceColumns(LabelledColumns):
 
 
 class TokenColumns(LabelledColumns):
-    """Each token's own class; IGNORED where it has none."""
+    """Each token's own class; IGNORED where it has none, which `num_loss_counted_tokens` leaves out."""
 
-    schema = pa.schema(
-        {
-            "input_ids": pa.list_(pa.int32()),
-            "labels": pa.list_(pa.int32()),
-            "len": pa.int32(),
-            "num_loss_counted_tokens": pa.int32(),  # labels that are not IGNORED
-            TYPES_COLUMN: pa.list_(pa.int8()),
-        }
-    )
+    schema = pa.schema(base.BY_TOKEN | {TYPES_COLUMN: pa.list_(pa.int8())})
 
     def check(self, sample: base.Sample, row: base.RowFacts) -> None:
         labels, task, where = sample["labels"], row.task, row.where

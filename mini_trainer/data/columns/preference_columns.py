@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, Columns, DataTask, RowFacts, Sample
+from mini_trainer.data.columns.base import BY_TOKEN, IGNORED, LENGTHS_COLUMN, Columns, DataTask, RowFacts, Sample
 from mini_trainer.data.columns.token_columns import TextColumns
 
 if TYPE_CHECKING:
@@ -16,24 +16,34 @@ REFERENCE_COLUMN = "reference_logps"  # computed before training: of each answer
 LEAST_WEIGHT, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-class PreferenceColumns(TextColumns):
-    """A chosen sequence and a rejected one, one after the other; labels as those of language models."""
+class AnswerColumns(TextColumns):
+    """One or two sequences, one after the other; labels as those of language models. `len` is that of all; a column
+    that may be null holds one number."""
 
-    schema = pa.schema(
-        {
-            "input_ids": pa.list_(pa.int32()),
-            "labels": pa.list_(pa.int32()),
-            LENGTHS_COLUMN: pa.list_(pa.int32()),  # of the chosen and of the rejected sequence
-            "len": pa.int32(),  # of both
-            "num_loss_counted_tokens": pa.int32(),  # of both
-            MARGIN_COLUMN: pa.list_(pa.float32()),  # one number: by how much the chosen one is to be better
-            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # one number: the pair's weight in the mean
-        }
-    )
-    optional: ClassVar = {MARGIN_COLUMN: np.float32(0), PAIR_WEIGHT_COLUMN: np.float32(1)}
+    optional: ClassVar = {PAIR_WEIGHT_COLUMN: np.float32(1)}
 
     def fill(self, name: str, length: int) -> np.ndarray | tuple[()]:
-        return super().fill(name, 1 if name in (MARGIN_COLUMN, PAIR_WEIGHT_COLUMN) else length)
+        return super().fill(name, 1)
+
+    def make_row(self, tokens: "TokenizedPair | TokenizedFeedback") -> dict[str, Any]:
+        row = super().make_row(tokens) | {LENGTHS_COLUMN: [len(side.input_ids) for side in tokens.sides]}
+        return row if tokens.weight is None else row | {PAIR_WEIGHT_COLUMN: [tokens.weight]}
+
+    describe_data, encode = Columns.describe_data, Columns.encode
+
+
+class PreferenceColumns(AnswerColumns):
+    """A chosen sequence and a rejected one. `num_loss_counted_tokens` are those of both."""
+
+    schema = pa.schema(
+        BY_TOKEN
+        | {
+            LENGTHS_COLUMN: pa.list_(pa.int32()),  # of the chosen and of the rejected sequence
+            MARGIN_COLUMN: pa.list_(pa.float32()),  # by how much the chosen one is to be better
+            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # the pair's weight in the mean
+        }
+    )
+    optional: ClassVar = AnswerColumns.optional | {MARGIN_COLUMN: np.float32(0)}
 
     def describe(self, task: DataTask) -> str:
         return "preferences"
@@ -50,31 +60,21 @@ class PreferenceColumns(TextColumns):
         check_number(sample, PAIR_WEIGHT_COLUMN, row, least=LEAST_WEIGHT)
 
     def make_row(self, tokens: "TokenizedPair") -> dict[str, Any]:
-        row = super().make_row(tokens) | {LENGTHS_COLUMN: [len(side.input_ids) for side in tokens.sides]}
-        numbers = {MARGIN_COLUMN: tokens.margin, PAIR_WEIGHT_COLUMN: tokens.weight}
-        return row | {name: [number] for name, number in numbers.items() if number is not None}
-
-    describe_data, encode = Columns.describe_data, Columns.encode
+        return super().make_row(tokens) | ({} if tokens.margin is None else {MARGIN_COLUMN: [tokens.margin]})
 
 
-class FeedbackColumns(TextColumns):
-    """A good or bad answer, and after it the same prompt with an unrelated answer, which may be missing."""
+class FeedbackColumns(AnswerColumns):
+    """A good or bad answer, and after it the same prompt with an unrelated answer, which may be missing.
+    `num_loss_counted_tokens` are those of the answer."""
 
     schema = pa.schema(
-        {
-            "input_ids": pa.list_(pa.int32()),
-            "labels": pa.list_(pa.int32()),
+        BY_TOKEN
+        | {
             LENGTHS_COLUMN: pa.list_(pa.int32()),  # one or two
-            "len": pa.int32(),  # of both
-            "num_loss_counted_tokens": pa.int32(),  # of the answer
             GOOD_COLUMN: pa.list_(pa.float32()),  # one number: 1 for a good answer, 0 for a bad one
-            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # one number: the sample's weight in the mean
+            PAIR_WEIGHT_COLUMN: pa.list_(pa.float32()),  # the sample's weight in the mean
         }
     )
-    optional: ClassVar = {PAIR_WEIGHT_COLUMN: np.float32(1)}
-
-    def fill(self, name: str, length: int) -> np.ndarray | tuple[()]:
-        return super().fill(name, 1)
 
     def describe(self, task: DataTask) -> str:
         return "binary feedback"
@@ -90,11 +90,7 @@ class FeedbackColumns(TextColumns):
         check_number(sample, PAIR_WEIGHT_COLUMN, row, least=LEAST_WEIGHT)
 
     def make_row(self, tokens: "TokenizedFeedback") -> dict[str, Any]:
-        row = super().make_row(tokens) | {LENGTHS_COLUMN: [len(side.input_ids) for side in tokens.sides]}
-        weight = {} if tokens.weight is None else {PAIR_WEIGHT_COLUMN: [tokens.weight]}
-        return row | {GOOD_COLUMN: [float(tokens.is_good)]} | weight
-
-    describe_data, encode = Columns.describe_data, Columns.encode
+        return super().make_row(tokens) | {GOOD_COLUMN: [float(tokens.is_good)]}
 
 
 PREFERENCES, FEEDBACKS = PreferenceColumns(), FeedbackColumns()

@@ -16,17 +16,11 @@ IMAGES_COLUMN = "images"
 
 
 class TextColumns(base.Columns):
-    """Labels are the tokens themselves, not shifted; IGNORED where not trained. A first token is no target."""
+    """Labels are the tokens themselves, not shifted; IGNORED where not trained. A first token is no target, and
+    `num_loss_counted_tokens` are the others that are not IGNORED."""
 
-    schema = pa.schema(
-        {
-            "input_ids": pa.list_(pa.int32()),
-            "labels": pa.list_(pa.int32()),
-            "len": pa.int32(),
-            "num_loss_counted_tokens": pa.int32(),  # labels after the first that are not IGNORED
-            WEIGHTS_COLUMN: pa.list_(pa.float32()),  # each token's, from 0 to 1; null where all are 1
-        }
-    )
+    # Weights are each token's, from 0 to 1; null where all are 1.
+    schema = pa.schema(base.BY_TOKEN | {WEIGHTS_COLUMN: pa.list_(pa.float32())})
     optional: ClassVar = {WEIGHTS_COLUMN: np.float32(1)}
 
     def describe(self, task: base.DataTask) -> str:
@@ -89,11 +83,8 @@ class PicturedColumns(TextColumns):
     """Texts with as many placeholders for each image as the model's processor makes."""
 
     schema = pa.schema(
-        {
-            "input_ids": pa.list_(pa.int32()),
-            "labels": pa.list_(pa.int32()),
-            "len": pa.int32(),
-            "num_loss_counted_tokens": pa.int32(),
+        base.BY_TOKEN
+        | {
             "num_image_tokens": pa.int32(),  # placeholders among the tokens
             "image_sizes": pa.list_(pa.int32()),  # height and width of the first image, of the second, ...
             IMAGES_COLUMN: pa.list_(pa.string()),  # paths, from the data set's directory, or data: URLs; or null

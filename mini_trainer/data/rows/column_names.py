@@ -48,15 +48,11 @@ MEANINGS = {
 }
 OF_MESSAGES = tuple(meaning for meaning in MEANINGS if meaning not in (PROMPTING, ASKING, VISION_MODELS))
 HINTS = {
-    "chosen": "--format preference reads chosen and rejected answers",
-    "rejected": "--format preference reads chosen and rejected answers",
-    "label": "--format classification reads labels",
-    "labels": "--format classification reads labels",
-    "image": "--images reads images of chats",
-    "images": "--images reads images of chats",
+    **dict.fromkeys(("chosen", "rejected"), "--format preference reads chosen and rejected answers"),
+    **dict.fromkeys(("label", "labels"), "--format classification reads labels"),
+    **dict.fromkeys(("image", "images"), "--images reads images of chats"),
     "functions": "OpenAI's form before 'tools': write them as tools, and each function_call as tool_calls",
-    "system": "a system prompt can be a message of its own",
-    "system_prompt": "a system prompt can be a message of its own",
+    **dict.fromkeys(("system", "system_prompt"), "a system prompt can be a message of its own"),
     "loss": "a message's loss (true or false) is its train here",
     "loss_scale": "a message's loss_scale is its weight here, from 0 to 1",
 }

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from mini_trainer.data.rows.lines import BLOCK_BYTES, Encoding, find_fault, pop_bom, read_lines, skip_lines, split_lines
 from mini_trainer.data.rows.values import RowReader
 from mini_trainer.data.stores.json_lines import BadRow, Line, RawRow, TooLong
+from mini_trainer.data.stores.made import MADE
 from mini_trainer.data.stores.parquet import RowBatch, check_groups, choose_batch_rows, count_rows, cut_batch
 from mini_trainer.data.stores.remote import RemoteFile, find_remote
 from mini_trainer.options.reading import check_unicode, open_regular
@@ -171,11 +172,11 @@ def find_in_directory(directory: Path, *, flag: str) -> list[Source]:
 
 def choose_files(paths: Iterable[PurePath]) -> tuple[list[PurePath], tuple[str, ...]]:
     """The files of a folder that hold rows, by name, and the names of those with other endings. Leaves out hidden ones,
-    and those that process_data.py writes next to an output."""
+    and those that process_data.py and `run_training` write next to an output."""
     others = [
         path
         for path in sorted(paths)
-        if not path.name.endswith((".meta.json", ".rejected.jsonl"))
+        if not path.name.endswith((".meta.json", ".rejected.jsonl", MADE))
         and not any(part.startswith(".") or part.endswith(".tokenizer") for part in path.parts)
     ]
     chosen = [path for path in others if data_ending(path) in ENDINGS]

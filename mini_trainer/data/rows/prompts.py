@@ -13,13 +13,12 @@ assistant's, or a completion is the reference, which the model does not see. The
 """
 
 import base64
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mini_trainer.data.chat import conversation
+from mini_trainer.data.chat import conversation, rendering
 from mini_trainer.data.chat.conversation import Message, Tools
 from mini_trainer.data.chat.normalizing import separate_reasoning
 from mini_trainer.data.chat.rendering import catch_error, check_unicode, prepare_for, select_args, template_errors
@@ -215,12 +214,9 @@ def as_protocol(messages: Sequence[Message]) -> list[Message]:
 
 
 def wrap_call(call: Fields) -> Fields:
-    if "function" not in call:  # {"name": ..., "arguments": ...} alone
-        call = {"type": "function", "function": call}
-    function = call["function"]
-    arguments = function.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {"type": "function", **call, "function": {**function, "arguments": text}}
+    """A call, or its {"name": ..., "arguments": ...} alone, in OpenAI's form."""
+    wrapped = call if "function" in call else {"function": call}
+    return {"type": "function", **conversation.replace_arguments(wrapped, rendering.write_json)}
 
 
 def encode_text(text: str, tokenizer: Any, *, is_rendered: bool) -> list[int]:

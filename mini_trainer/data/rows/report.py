@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
+import numpy as np
+
 from mini_trainer.data.chat.conversation import DIVIDED, NORMALIZED, Remark
 from mini_trainer.data.chat.linting import DOUBTS
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY
@@ -244,12 +246,7 @@ def print_sides(sides: dict[str, Totals], task: DataTask) -> None:
 
 def percentile(counts: Counter[int], share: float) -> int:
     """The smallest value such that at least `share` of all values do not exceed it."""
-    needed = share * counts.total()
-    for value in sorted(counts):
-        needed -= counts[value]
-        if needed <= 0:
-            return value
-    raise AssertionError(f"{share} of {counts.total()} values")
+    return int(np.quantile(list(counts), share, weights=list(counts.values()), method="inverted_cdf"))
 
 
 def check_stops(totals: Totals, options: RowOptions, *, stop: str | None, open_turns: Collection[str]) -> list[str]:

@@ -259,16 +259,11 @@ def is_link_beside(path: Path) -> bool:
 
 
 def remove_directory(directory: Path) -> None:
-    """Removes a checkpoint or an export."""
-    remove_quietly(hide(directory))
-
-
-def hide(directory: Path) -> Path:
-    """Renames a checkpoint or an export before its removal, so that a partial one is never taken for complete."""
+    """Removes a checkpoint or an export, renamed first, so that a partial one is never taken for complete."""
     aside = directory.parent / f"{ASIDE[1]}{directory.name}"
     remove_quietly(aside)
     os.rename(directory, aside)
-    return aside
+    remove_quietly(aside)
 
 
 def remove_quietly(path: Path) -> None:

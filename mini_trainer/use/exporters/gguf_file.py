@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mini_trainer.data.stores.disk import describe_failed_write, make_parent, sync_file, write_text, written_aside
+from mini_trainer.data.stores.disk import make_parent, naming_failed_writes, sync_file, write_text, written_aside
 from mini_trainer.data.stores.model_files import MODEL_FLAG, find_model, find_weights
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.messages import show_progress
@@ -280,12 +280,9 @@ def write_gguf(model_dir: Path, target: Path, dtype: str, *, modelfile: Path | N
     if num_in_f16 := sum(tensor.type not in (F32, matrix_type) for tensor in planned):
         notes.append(f"{num_in_f16} matrices are in f16: their rows are not a multiple of {dtype}'s block size")
     make_parent(target)
-    with written_aside(target) as (aside,):
-        try:
-            write_tensors(writer, aside, planned, config, architecture)
-        except OSError as error:
-            num_bytes = sum(tensor.num_bytes for tensor in planned)
-            raise OSError(describe_failed_write(f"the file {target}", error, aside, num_bytes)) from None
+    num_bytes = sum(tensor.num_bytes for tensor in planned)
+    with written_aside(target) as parts, naming_failed_writes(target, parts=parts, needed_bytes=num_bytes):
+        write_tensors(writer, parts[0], planned, config, architecture)
     if modelfile is not None:
         write_text(modelfile, make_modelfile(target.name, tokenizer, generation))
     return target.stat().st_size, notes

@@ -169,23 +169,18 @@ def to_json(number: float | None) -> float | None:
 def find_runs(folder: Path) -> tuple[list[Path], list[str]]:
     """Directories of runs at or below `folder`, and notes on what could not be searched; hidden directories, links, and
     the insides of runs, are left out."""
-    paths, unreadable, waiting, num_entries = [], 0, [folder], 0
-    while waiting and num_entries < MOST_ENTRIES:
-        path = waiting.pop()
-        if is_run(path):
-            paths.append(path)
-            continue
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    num_entries += 1
-                    if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
-                        waiting.append(path / entry.name)
-        except OSError:
-            unreadable += 1
-    notes = [f"Directories that cannot be read: {unreadable}."] if unreadable else []
-    if waiting:
-        notes.append(f"Not all of {folder} was searched: it has more than {MOST_ENTRIES:,} entries.")
+    paths, notes, unreadable, num_entries = [], [], [], 0
+    for path, folders, files in os.walk(folder, onerror=unreadable.append):
+        if num_entries >= MOST_ENTRIES:
+            notes.append(f"Not all of {folder} was searched: it has more than {MOST_ENTRIES:,} entries.")
+            break
+        num_entries += len(folders) + len(files)
+        if is_run(Path(path)):
+            paths.append(Path(path))
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    if unreadable:
+        notes.append(f"Directories that cannot be read: {len(unreadable)}.")
     return sorted(paths), notes
 
 
