@@ -63,6 +63,12 @@ class Batch:
     data: Mixture  # source of the rows
     num_sharing: int = 1  # ranks that share each packed row
     own: int = 0  # this rank's column of the table
+    old: "Batch | None" = None  # the samples of --keep beside these, in micro-batches of their own
+
+    @property
+    def parts(self) -> list["Batch"]:
+        """The new samples and, if there are any, the old ones: the micro-batches of a step, in order."""
+        return [self] if self.old is None else [self, self.old]
 
     @property
     def column(self) -> list[list[int]]:
@@ -283,7 +289,7 @@ def iterate_batches(
     batches = draw_batches(data, batching, seed=options.seed, start=num_drawn)
     for step, sample_ids in zip(steps, batches, strict=False):
         lengths = data.lengths[sample_ids]
-        table = pack_batch(data.sizes[sample_ids], cap, num_rows, attention_cost, data.load_of(sample_ids))
+        table = pack_batch(lengths, cap, num_rows, attention_cost, data.load_of(sample_ids))
         micro_batches = [
             read_micro_batch(data, sample_ids[row[own]], objective, row_group=world.row_group) for row in table
         ]
@@ -317,7 +323,8 @@ def read_micro_batch(
 def pin_memory(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Yields `batches` with micro-batches in pinned memory, for asynchronous copies to a GPU."""
     for batch in batches:
-        yield replace(batch, micro_batches=[micro_batch.pin_memory() for micro_batch in batch.micro_batches])
+        pinned = [replace(part, micro_batches=[one.pin_memory() for one in part.micro_batches]) for part in batch.parts]
+        yield pinned[0] if batch.old is None else replace(pinned[0], old=pinned[1])
 
 
 def prefetch(items: Iterator[Item], *, depth: int = 2) -> Iterator[Item]:

@@ -64,7 +64,7 @@ from mini_trainer.run.start import make_data_local, open_inputs, settle_by_devic
 from mini_trainer.run.start_checks import describe_inputs, describe_start
 from mini_trainer.run.step import StepOptions, TrainState, train_step
 from mini_trainer.run.validation import Validations
-from mini_trainer.sampler import collect_garbage_between, iterate_batches, pin_memory, prefetch
+from mini_trainer.sampler import collect_garbage_between, pin_memory, prefetch
 
 
 def train(options: TrainOptions, world: World, control: RunControl) -> tuple[ExitCode, str, str]:
@@ -105,15 +105,8 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     # The loop.
     num_steps = run.start.step if validations.has_learnt_enough else inputs.num_steps
     flops = count_flops(model.model)
-    batches = iterate_batches(
-        inputs.data,
-        step_options.data,
-        objective=inputs.objective,
-        batching=inputs.batching,
-        start=run.start,
-        num_steps=num_steps,
-        attention_cost=flops.attention_cost,
-        world=world,
+    batches = inputs.open_batches(
+        step_options.data, start=run.start, num_steps=num_steps, attention_cost=flops.attention_cost, world=world
     )
     if world.device.type == "cuda":
         batches = pin_memory(batches)

@@ -29,7 +29,7 @@ from architectures import (
     make_parser,
     save_tiny_model,
 )
-from harness import build, describe_versions, make_options, pack_sequences, read_tensor
+from harness import build, describe_versions, make_options, pack_sequences, read_stored
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -46,7 +46,6 @@ from mini_trainer.objectives.families.text_tower import find_placeholders
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.run.export import ExportParts, export_model
-from mini_trainer.run.export_left_out import find_tensors
 
 # Sizes of towers that do not run, by more names than a language model's.
 SIZES = {
@@ -120,11 +119,11 @@ def export(packed_model: PackedModel, path: Path, export_dir: Path, world: World
 
 def find_fault(path: Path, export_dir: Path) -> str | None:
     """What of an export is not as the model was that it was made from, untrained; None if all is."""
-    before, after = find_tensors(path), find_tensors(export_dir)
+    before, after = read_stored(path), read_stored(export_dir)
     if different := sorted(before.keys() ^ after.keys()):
         return f"{len(different)} keys differ, such as {different[0]}"
     for name, tensor in before.items():
-        if (tensor.entry, read_tensor(tensor)) != (after[name].entry, read_tensor(after[name])):
+        if tensor != after[name]:
             return f"{name} is not as it was"
     loaded, report = AutoModelForMultimodalLM.from_pretrained(export_dir, output_loading_info=True)
     own = AutoModelForMultimodalLM.from_pretrained(path)

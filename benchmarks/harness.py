@@ -24,12 +24,12 @@ from mini_trainer.model.build import build_model
 from mini_trainer.model.config import ModelSource, load_config
 from mini_trainer.model.method import Full, Method
 from mini_trainer.model.optim.optimizers import build_optimizer
+from mini_trainer.model.stored_tensors import StoredFiles
 from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import Objective, PackedModel, make_family, make_objective
 from mini_trainer.options import TrainOptions, group_options, replace_options
-from mini_trainer.run.export_left_out import StoredTensor
 from mini_trainer.run.start import choose_objective, choose_settings
 from mini_trainer.run.step import TrainState
 from mini_trainer.sampler import Batch
@@ -175,11 +175,12 @@ def find_version(package: str) -> str | None:
         return None
 
 
-def read_tensor(tensor: StoredTensor) -> bytes:
-    """A stored tensor's numbers, without the rest of its file."""
-    with tensor.path.open("rb") as file:
-        file.seek(tensor.start)
-        return file.read(tensor.num_bytes)
+def read_stored(directory: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Type, shape and bytes of every tensor in a model's files."""
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.read().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, tensor in StoredFiles(directory).find().items()
+    }
 
 
 def make_random_answers(random: np.random.Generator, kind: str, length: int, *, vocab_size: int) -> TokenizedChat:

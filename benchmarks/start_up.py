@@ -27,6 +27,7 @@ PROGRAMS = [
     *("train.py", "process_data.py", "generate.py", "evaluate_model.py", "mini_trainer/tools/score_data.py"),
     *(
         "mini_trainer/tools/continual.py",
+        "mini_trainer/tools/draw_samples.py",
         "mini_trainer/tools/import_config.py",
         "mini_trainer/tools/merge_adapter.py",
     ),

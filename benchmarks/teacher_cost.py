@@ -38,27 +38,24 @@ from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.next_tokens import CausalLM
-from mini_trainer.objectives.objective import SELF, ObjectiveSettings, TeacherModel
+from mini_trainer.objectives.objective import ObjectiveSettings
 from mini_trainer.objectives.teachers import Taught
 from mini_trainer.options import DataOptions, TrainOptions
 from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.step import TrainState, train_step
-from mini_trainer.run.teachers import OtherModel, StartWeights, add_scores
+from mini_trainer.run.teachers import OtherModel, add_scores
 from mini_trainer.sampler import Batch, iterate_batches
 
 NUM_ROWS, BATCH_SIZE, TOP_K = 32, 8, 32
 NUM_ROUNDS, NUM_MEMORY_STEPS = 5, 2  # after a first step that is not counted; steps of a process that is watched
 LEARNING_RATE = 1e-4
-MASKED = dict(teacher_weight=0.5, teacher_divergence="masked-kl")
 # The options of train.py, and the way to compare with.
 WAYS: dict[str, tuple[dict, str | None]] = {
     "plain": ({}, None),
     "files, forward-kl": (dict(teacher_weight=0.5), "plain"),
-    "files, masked-kl": (MASKED, "plain"),
     "files, forward-kl, T 2": (dict(teacher_weight=0.5, teacher_temperature=2.0, teacher_scores="at_2"), "plain"),
     "plain, LoRA": (dict(lora=True), None),
     "files, forward-kl, LoRA": (dict(lora=True, teacher_weight=0.5), "plain, LoRA"),
-    "self, forward-kl, LoRA": (dict(lora=True, teacher_weight=0.5, teacher_model=SELF), "plain, LoRA"),
     "other model, forward-kl": (dict(teacher_weight=1.0, teacher_model="teacher"), "plain"),
     "TRL, other model, forward-kl": ({}, "other model, forward-kl"),
 }
@@ -76,9 +73,9 @@ def make_objective(options: TrainOptions, data: Mixture) -> CausalLM:
     if options.teacher.teacher_weight is None:
         return CausalLM()
     objective = Taught.make(ObjectiveSettings(teacher=options.teacher), TextFamily(), DataTask(), None)
-    if isinstance(objective.teacher, TeacherModel):
+    if (name := objective.teacher_scores) is None:
         return objective
-    return objective.teacher.complete([file.sidecar for file in add_scores(data, objective.teacher.name, data.sources)])
+    return objective.with_scores([file.sidecar for file in add_scores(data, name)])
 
 
 def open_state(folder: Path, options: TrainOptions, objective: CausalLM, world: World) -> TrainState:
@@ -86,9 +83,7 @@ def open_state(folder: Path, options: TrainOptions, objective: CausalLM, world: 
     state = build_state(folder / "model", options, world, method=method)
     state.model.loss = objective.make_loss()
     name = options.teacher.teacher_model
-    if name == SELF:
-        state.model.row_model.teacher = StartWeights(state.model)
-    elif name is not None:
+    if name is not None:
         other = build(folder / name, options, world)
         state.model.row_model.teacher = OtherModel(other.requires_grad_(False).eval())
     return state

@@ -60,6 +60,9 @@ PROGRAMS = {
     "score-data": Program(
         "tools.score_data", "tools:ScoreDataOptions", "save a teacher's top-k tokens for distillation"
     ),
+    "draw-samples": Program(
+        "tools.draw_samples", "tools:DrawSamplesOptions", "draw samples from a model, for train --keep self"
+    ),
     "board": Program("tools.board", "tools:BoardOptions", "a live table of all runs in a directory, in the browser"),
     "plot-metrics": Program("tools.plot_metrics", "tools:PlotOptions", "plot the curves of runs: a page or a picture"),
     "verify": Program("tools.verify", "tools:VerifyOptions", "compare stored files to their recorded hashes"),
@@ -117,6 +120,8 @@ def main() -> None:
         num_processes = str(max(1, count_gpus())) if word == "train" else "1"
     if num_processes not in ("gpu", "cpu", "auto") and not (num_processes.isdecimal() and int(num_processes) > 0):
         refuse(f"--nproc-per-node {num_processes}: must be a number of at least 1, or gpu, cpu or auto")
+    if word == "train" and ("self" in argv or any(one.startswith("--config") for one in argv)):
+        draw_own_samples(argv)
     if num_processes == "1" and not torchrun_options:
         become_program(word, argv)
     sys.exit(run_under_torchrun(word, {"nproc-per-node": num_processes} | torchrun_options, argv))
@@ -192,6 +197,29 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def draw_own_samples(argv: list[str]) -> None:
+    """Draws the samples of `train --keep self`, in a process of its own, if the cache does not have them."""
+    from mini_trainer.options import SELF
+    from mini_trainer.options.command_line import parse_options
+
+    sys.argv[1:] = argv
+    options = parse_options(PROGRAMS["train"].read_options())
+    if SELF not in (*options.keep.keep, options.osft.osft_calibration_data) or options.plan.dry_run:
+        return
+    from mini_trainer.distributed.children import end_child, start_child
+    from mini_trainer.run.own_samples import list_draw_words, locate_samples, make_draw_options
+
+    if locate_samples(make_draw_options(options)).exists():
+        return
+    child = start_child(["draw-samples", *list_draw_words(options)], None, errors=None, pass_fds=())
+    try:
+        code = child.wait()
+    finally:
+        end_child(child)
+    if code:
+        sys.exit(code)
 
 
 def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[str]) -> int:

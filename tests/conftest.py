@@ -43,8 +43,8 @@ BESIDE = {
     "test_continual_page.py", "test_continual_settings.py", "test_evaluate.py", "test_evaluate_classes.py",
     "test_export_gguf.py", "test_export_run.py", "test_generate.py", "test_generate_servers.py", "test_gpu_stages.py",
     "test_image_files.py", "test_import_config.py", "test_loaded_modules.py", "test_page_access.py", "test_pages.py",
-    "test_plots.py", "test_prompt_scores.py", "test_red_hat.py", "test_server_refusals.py", "test_sweep.py",
-    "test_sweep_settings.py", "test_sweep_tasks.py", "test_trace.py",
+    "test_plots.py", "test_red_hat.py", "test_server_refusals.py", "test_sweep.py", "test_sweep_settings.py",
+    "test_sweep_tasks.py", "test_trace.py",
 }  # fmt: skip
 # Takes long, mostly asleep, and keeps its promises beside any other test, also one that is else alone.
 SLEEPING = {"test_run_control.py"}

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mini_trainer.data.chat.conversation import DIVIDED, Chat, Completion
 from mini_trainer.data.chat.masking import ChatMasker
-from mini_trainer.data.chat.tokens import ByteEncoder, ByteEncoding, list_byte_characters
+from mini_trainer.data.chat.tokens import ByteEncoder, ByteEncoding
 from mini_trainer.data.rows.preference_rows import Feedback, Preference, mask_feedback, mask_preferences
 from mini_trainer.data.rows.prompts import encode_text
 
@@ -126,11 +126,6 @@ def test_tokens_stand_where_offsets_say(mixed_tokenizer, text, special):
         assert token is None or exact.offsets[token][0] == at, "it begins there"
         assert token is None or token == 0 or exact.offsets[token - 1][0] < at, "and none before it does"
         assert token is not None or at not in starts or exact.offsets[fast.slow.char_to_token(at)][0] == at
-
-
-def test_byte_characters_are_those_of_the_library():
-    assert sorted(list_byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
-    assert list_byte_characters()[ord("\n")] == "Ċ" and list_byte_characters()[ord(" ")] == "Ġ"
 
 
 def test_texts_that_a_normalizer_changes_are_encoded_with_offsets(mixed_tokenizer):

@@ -1,6 +1,7 @@
 """Callbacks: the order of their calls, their answers on all ranks, their errors, and what cannot be one."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -243,7 +244,7 @@ NEEDED = dict(model_name_or_path="m", data_path="d.arrow", output_dir="o", proce
 def test_classes_reach_the_processes_of_the_python_api_by_their_paths():
     args = TrainingArgs(**NEEDED, callbacks=[Scripted, "a.b:C", OnAllRanks])
     assert make_train_words(args)[-4:] == ["--callbacks", SCRIPTED, "a.b:C", ON_ALL]
-    assert make_environment(args) == {FOLDERS: str(ROOT / "tests" / "runs")}
+    assert str(ROOT / "tests" / "runs") in make_environment(args)[FOLDERS].split(os.pathsep)
     assert make_environment(TrainingArgs(**NEEDED, callbacks="a:B")) == {}
     assert "--callbacks" in make_train_words(TrainingArgs(**NEEDED, callbacks=Scripted))
     assert make_train_words(TrainingArgs(**NEEDED, callbacks=[])) == make_train_words(TrainingArgs(**NEEDED))

@@ -107,6 +107,9 @@ class Shell:
             program, words = "mini-trainer", words[2:]
         if program == "mini-trainer":
             _, words = split_options(words)
+            if words[0] == "train" and "self" in words:  # as the launcher does
+                model = words[words.index("--model-name-or-path") + 1]
+                self.run_program("mini-trainer", folder, ["draw-samples", "--model-name-or-path", model])
             words = [find_spec(f"mini_trainer.{PROGRAMS[words[0]][0]}").origin, *name_model(words[0], words[1:])]
         elif program == "torchrun":
             words = words[next(i for i, word in enumerate(words) if not word.startswith("--")) :]
@@ -213,4 +216,4 @@ def test_the_commands_of_the_task_pages_do_what_they_say(shell):
     assert labels == {"0": "negative", "1": "positive"} and (path / "review_scores/results.html").is_file()
     assert "data:image" in (path / "seen.html").read_text()
     assert (path / "runs/seeing/hf_format/best/preprocessor_config.json").is_file()
-    assert (path / "compared/results.html").is_file() and (path / "runs/osft/hf_format/latest").is_dir()
+    assert (path / "compared/results.html").is_file() and (path / "runs/kept/hf_format/latest").is_dir()

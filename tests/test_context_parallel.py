@@ -93,6 +93,8 @@ def test_the_parts_of_a_row_are_the_row(lengths, num_sharing):
     trained = [part.targets.index + start for part, start in zip(parts, starts, strict=True)]
     assert torch.equal(torch.cat(trained), whole.targets.index)
     assert torch.equal(torch.cat([part.targets.sources for part in parts]), whole.targets.sources)
+    sequences = [part.targets.find_sequences(part.row) for part in parts]
+    assert torch.equal(torch.cat(sequences), whole.targets.find_sequences(whole.row))
     for part in parts:
         assert part.row.seq_lengths[: len(whole.row.seq_lengths)] == whole.row.seq_lengths
         assert sum(part.row.seq_lengths) == num_sharing * len(part.targets.labels) == part.row.cu_seqlens[-1]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from continual_runs import NUM_ROWS, chat, make_inputs, read_options, run, write_lines
 from safetensors.torch import load_file
 from tiny_data import read_lines
@@ -15,11 +14,9 @@ from tiny_data import read_lines
 from mini_trainer.continual.data import as_question, as_row
 from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.replay import keep_passing, mix
-from mini_trainer.continual.settings import Replay, Task, draw_orders, read_settings
+from mini_trainer.continual.settings import Replay, Task, draw_orders
 from mini_trainer.data.rows.formats import read_example
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.options import TrainOptions, group_options
-from mini_trainer.options.problems.finding import find_problems
 
 
 def load_weights(model: Path | str) -> dict[str, torch.Tensor]:
@@ -112,23 +109,6 @@ def test_tests_that_cannot_be_measured_are_refused_before_the_first_task(tmp_pat
     assert {path.name for path in (tmp_path / "runs").rglob("*.log")} == {"process-data.log"}
 
 
-@pytest.mark.parametrize("kind", ["rows", "own-answers"])
-def test_a_replays_teacher_is_there_where_something_is_replayed(kind, tmp_path: Path):
-    """The example of docs/tasks/continual.md: without replay, train's divergence has no effect."""
-    settings = make_inputs(tmp_path)
-    settings["replay"] = {"kind": kind, "share": 0.1, "teacher_weight": 0.5}
-    settings["train"] |= {"teacher_divergence": "masked-kl", "teacher_temperature": 2.0}
-    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump(settings))
-    (read,) = read_settings(tmp_path / "tasks.yaml")
-    options = read.train_options(read.tasks[0])
-    alone = mix(options, Path("a.arrow"), [], read.replay)
-    for one in (alone, mix(options, Path("a.arrow"), [], None) | {"teacher_weight": (0.5,)}):
-        complete = {"model_name_or_path": "M", "output_dir": "D", **one}
-        problems = find_problems(group_options(TrainOptions, **complete))
-        assert problems == []
-    assert not [name for name in alone if name.startswith("teacher_")]
-
-
 @pytest.mark.long
 def test_replayed_rows_have_their_share_and_no_held_out_question(tmp_path: Path):
     settings = make_inputs(tmp_path)
@@ -136,19 +116,15 @@ def test_replayed_rows_have_their_share_and_no_held_out_question(tmp_path: Path)
     leaked = read_lines(tests)[0]
     leaked["messages"][1]["content"] = "another answer"
     rows.write_text(rows.read_text() + json.dumps(leaked) + "\n")
-    settings["replay"] = {"kind": "rows", "share": 0.25, "teacher_weight": 0.5}
-    settings["train"]["teacher_divergence"] = "masked-kl"  # of the replayed rows, which the first task does not have
+    settings["replay"] = {"kind": "rows", "share": 0.25}
     root = run(settings, tmp_path)
-    assert "teacher_divergence" not in read_options(root / "order_1_seed_42" / "1_twice")
     options = read_options(root / "order_1_seed_42" / "2_shout")
-    assert options["data_weights"] == [0.75, 0.25] and options["teacher_weight"] == [0.0, 0.5]
+    assert options["data_weights"] == [0.75, 0.25]
     assert options["max_samples"] == NUM_ROWS / 0.75 and "max_epochs" not in options
     own, replayed = (TokenizedData(path) for path in options["data_path"])
     assert len(own.lengths) == len(replayed.lengths) == NUM_ROWS  # of the 25 rows, one is a test's question
     questions = [row["messages"][0]["content"] for row in read_lines(replayed.path.parent.parent / "rows.jsonl")]
     assert leaked["messages"][0]["content"] not in questions
-    metrics = read_lines(root / "order_1_seed_42" / "2_shout" / "run" / "training_metrics_0.jsonl")
-    assert all(line["teacher_kl"] is not None for line in metrics)
 
 
 @pytest.mark.long
@@ -156,13 +132,48 @@ def test_what_the_start_model_knows_is_replayed_from_the_first_task_on(tmp_path:
     settings = make_inputs(tmp_path)
     known = tmp_path / "known.jsonl"
     write_lines(known, [chat(f"what is {i}?", f"a number, {i}") for i in range(8)])
-    settings["replay"] = {"kind": "rows", "share": 0.25, "known": str(known), "teacher_weight": 0.5}
+    settings["replay"] = {"kind": "rows", "share": 0.25, "known": str(known)}
     root = run(settings, tmp_path)
     first, second = (read_options(root / "order_1_seed_42" / name) for name in ("1_twice", "2_shout"))
-    assert first["data_weights"] == [0.75, 0.25] and first["teacher_weight"] == [0.0, 0.5]
-    assert second["data_weights"] == [0.75, 0.125, 0.125]
+    assert (first["data_weights"], second["data_weights"]) == ([0.75, 0.25], [0.75, 0.125, 0.125])
     assert first["data_path"][1] == second["data_path"][1]
     assert len(TokenizedData(Path(first["data_path"][1])).lengths) == 8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["rows", "drawn"])
+def test_what_is_kept_is_learnt(kind: str, tmp_path: Path):
+    """Samples of all earlier tasks, or those that the model draws before each task, stay what the task's start says."""
+    settings = make_inputs(tmp_path) | {"measure": "seen"}
+    known = tmp_path / "known.jsonl"
+    write_lines(known, [chat(f"what is {i}?", f"a number, {i}") for i in range(8)])
+    settings["replay"] = {"kind": kind, "keep": True, "share": 0.5, "known": str(known)}
+    settings["replay"] |= {"num_prompts": 9} if kind == "drawn" else {}
+    root = run(settings, tmp_path)
+    folders = [root / "order_1_seed_42" / name for name in ("1_twice", "2_shout")]
+    first, second = map(read_options, folders)
+    assert len(first["data_path"]) == len(second["data_path"]) == 1 and "max_epochs" in first
+    assert first["keep_share"] == second["keep_share"] == 0.5 and first["keep"][0] == second["keep"][0]
+    drawn = [str(folder / "replay" / "drawn.jsonl") for folder in folders]
+    assert first["keep"][1:] == (drawn[:1] if kind == "drawn" else [])
+    assert second["keep"][1:] == (drawn if kind == "drawn" else [first["data_path"][0]])
+    if kind == "drawn":
+        options = read_options(folders[1], "draw-samples")
+        assert options["model_name_or_path"] == f"{folders[0]}/run/hf_format/latest" and options["num_samples"] == 9
+    metrics = [read_lines(folder / "run" / "training_metrics_0.jsonl") for folder in folders]
+    assert [abs(rows[0]["kept_kl"]) < 1e-6 < rows[-1]["kept_kl"] for rows in metrics] == [True, True]
+
+
+def test_a_share_of_tokens_is_one_of_samples(tmp_path: Path):
+    """An epoch is still one of the task's own samples."""
+    paths = [tmp_path / f"{name}.arrow" for name in "ab"]
+    for path, num_tokens in zip(paths, (1000, 4000), strict=True):
+        Path(f"{path}.meta.json").write_text(json.dumps({"num_samples": 100, "num_tokens": num_tokens}))
+    replay = Replay(kind="rows", share=0.5, share_of="tokens")
+    mixed = mix({"max_epochs": 3}, paths[0], paths[1:], replay)
+    assert (mixed["data_weights"], mixed["data_weights_by"]) == ([0.5, 0.5], "tokens")
+    assert mixed["max_samples"] == 375  # four of five samples drawn are the task's own
+    assert mix({"max_epochs": 3}, paths[0], paths[1:], Replay(kind="rows", share=0.5))["max_samples"] == 600
 
 
 def test_a_test_question_among_what_is_known_is_refused_before_the_first_task(tmp_path: Path):

@@ -15,7 +15,7 @@ from tiny_data import read_lines
 WRITTEN_BETWEEN = ("prompts.jsonl", "rows.jsonl")  # by the driver
 MADE = (".safetensors", ".arrow", ".jsonl", ".scores")
 TIMES = ("time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second", "peak_memory_usage_GB")
-OWN_ANSWERS = {"kind": "own-answers", "num_prompts": 8, "min_score": 0.0, "share": 0.3, "teacher_weight": 0.5}
+OWN_ANSWERS = {"kind": "own-answers", "num_prompts": 8, "min_score": 0.0, "share": 0.3}
 
 
 def repeat(before: Path, again: Path, folder: Path) -> int:

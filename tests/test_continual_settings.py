@@ -23,7 +23,6 @@ A = {"name": "a", "input_file": "a.jsonl", "test": "test.jsonl", "metric": "exac
 B = A | {"name": "b", "input_file": "b.jsonl"}
 GOOD = {"model": "M", "output_dir": "out", "train": {"max_epochs": 1, "batch_size": 4}, "tasks": [A, B]}
 OSFT = {"max_epochs": 1, "osft": True, "osft_unfreeze_rank_ratio": 0.5}
-TAUGHT = {"max_epochs": 1, "teacher_weight": 0.5, "teacher_model": "self"}
 
 
 def drop(key: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -61,8 +60,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"train": {"output_dir": "x"}}, "train: output_dir: is set"),
     (GOOD | {"train": {"max-epochs": 1, "max_epochs": 2}}, "train: max_epochs: is given"),
     (GOOD | {"train": {"max_epochs": 1, "teacher_divergence": "jsd"}}, "--teacher-divergence: "),
-    (GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": {"max_epochs": 1, "teacher_model": "x"}},
-     "replay: teacher_weight: train of a, b has a teacher_model"),
     (GOOD | {"train": {"max_epochs": 1, "validate_every_steps": 5}, "tasks": [A | {"validation": "v.jsonl"}, B]},
      "tasks: b: train: "),
     (GOOD | {"train": {"max_epochs": 1, "save_final_checkpoint": False}}, "save_final_checkpoint"),
@@ -73,8 +70,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"replay": {"share": 0.1}}, "replay: kind: required"),
     (GOOD | {"replay": {"kind": "row"}}, "replay: kind cannot be 'row'"),
     (GOOD | {"replay": {"kind": "rows", "num_prompts": 3}},
-     "replay: num_prompts has no effect with kind rows, only with own-answers"),
-    (GOOD | {"replay": {"kind": "rows", "teacher_weight": 0.5}, "train": TAUGHT}, "train of a, b has a teacher_weight"),
+     "replay: num_prompts has no effect with kind rows, only with own-answers, drawn"),
+    (GOOD | {"replay": {"kind": "drawn"}}, "replay: kind: drawn: no row to learn from"),
+    (GOOD | {"replay": {"kind": "rows", "keep": True, "share_of": "tokens"}}, "replay: share_of has no effect "),
+    (GOOD | {"replay": {"kind": "rows", "keep": True}, "train": {"max_epochs": 1, "keep": ["o.arrow"]}},
+     "replay: keep: train of a, b has keep, too"),
+    (GOOD | {"replay": {"kind": "rows", "keep": True}, "train": {"max_epochs": 1, "teacher_weight": 0.5}},
+     "train: --keep and --teacher-weight "),
+    (GOOD | {"replay": {"kind": "drawn", "keep": True}, "adapters": "continued",
+             "train": {"max_epochs": 1, "lora": True}}, "replay: kind: drawn: needs adapters: merged"),
     (GOOD | {"replay": {"kind": "rows"}, "tasks": [A]}, "replay: has no effect with one task; give known"),
     (GOOD | {"replay": {"kind": "rows", "known": "s3://x/y.jsonl"}}, "replay: known: s3://x/y.jsonl: must be local"),
     (GOOD | {"replay": {"kind": "own-answers"}, "generate": {"top_p": 0.5}}, "generate: --top-p, --top-k, "),

@@ -169,26 +169,6 @@ def test_data_learning_rate_and_model_directory_may_differ(inputs, world, first,
     assert any(re.match(r"schedule: .*step 1 .*step 4, .* 0\.001$", message) for message in caplog.messages)
 
 
-@pytest.mark.parametrize("method", [long("full"), "lora", long("osft")])
-def test_the_start_as_a_teacher_is_the_checkpoint(method, inputs, world, tmp_path):
-    """Also in a resumed run: what a step has learnt is the only distance from the teacher."""
-    changes = METHODS[method] | (dict(lora_dropout=0.0) if method == "lora" else {})
-    one = run(world, inputs, tmp_path / "one", "part_0", max_steps=1, **changes)
-    origin = shutil.copytree(one / "checkpoints" / "step_1", tmp_path / "origin")
-    taught = dict(teacher_weight=0.5, teacher_model="self", continue_from=str(origin)) | changes
-    whole = run(world, inputs, tmp_path / "whole", "part_1", max_steps=2, **taught)
-    resumed = run(world, inputs, tmp_path / "resumed", "part_1", max_steps=1, **taught)
-    run(world, inputs, resumed, "part_1", max_steps=2, **taught)
-    names = ("loss", "grad_norm", "teacher_kl")
-    numbers = [[[row[name] for name in names] for row in read_rows(path)] for path in (whole, resumed)]
-    assert numbers[0] == numbers[1]
-    kl = [row["teacher_kl"] for row in read_rows(whole)]
-    assert abs(kl[0]) < 1e-6 and kl[1] > 1e-6
-    damage(origin)
-    with pytest.raises(NoValidCheckpoint, match=r"--continue-from \S*origin: .*rank_00000"):
-        run(world, inputs, whole, "part_1", max_steps=3, **taught)
-
-
 def test_the_start_as_a_reference_is_the_checkpoint(inputs, world, first, tmp_path):
     pairs = write_pairs(tmp_path / "pairs.arrow", Path(inputs["model_name_or_path"]))
     changes = dict(objective="preference", data_path=str(pairs), learning_rate=0.0, weight_decay=0.0)

@@ -17,6 +17,7 @@ import torch
 from breadth import wide
 from exports import MODELS, export
 from forked import succeed
+from harness import read_stored
 from processes import ROOT
 from safetensors.torch import load_file, save_file
 from tiny_classifiers import ENCODERS
@@ -41,6 +42,7 @@ from mini_trainer.distributed.ending import RunError
 from mini_trainer.model import weights
 from mini_trainer.model.method import Full
 from mini_trainer.model.methods.lora import LoRA
+from mini_trainer.model.stored_tensors import StoredFiles
 from mini_trainer.options import LoRAOptions
 from mini_trainer.options.reading import hash_file
 from mini_trainer.run import export as exporting
@@ -80,7 +82,7 @@ def export_both_ways(
     shell.save_pretrained(path / "streamed", state_dict={})
     shapes = {name: tensor.to("meta") for name, tensor in weights.items()}
     pool = WritePool(2, max_bytes)
-    stream, most = WeightStream(shell, shapes, path / "streamed", pool, max_bytes=max_bytes), 0
+    stream, most = WeightStream(shell, shapes, path / "streamed", pool, max_bytes=max_bytes, left_out={}), 0
     for name, tensor in weights.items():
         most = max(most, sum(held.nbytes for held in stream.held.values()))
         stream.add({name: tensor})
@@ -122,7 +124,7 @@ def test_a_stream_of_less_or_of_another_type_than_was_planned_is_finished(pool, 
     with torch.device("meta"):
         shell = make_model(MODELS["llama"], torch.float32)
     shapes = {name: tensor.to("meta") for name, tensor in weights.items()}
-    stream = WeightStream(shell, shapes, tmp_path, pool, max_bytes=10**9)
+    stream = WeightStream(shell, shapes, tmp_path, pool, max_bytes=10**9, left_out={})
     name, tensor = weights.popitem()
     with pytest.raises(AssertionError, match=f"^{name} is .* torch.float16, but .* torch.float32 was planned"):
         stream.add({name: tensor.half()})
@@ -130,6 +132,26 @@ def test_a_stream_of_less_or_of_another_type_than_was_planned_is_finished(pool, 
         stream.add(dict([given]))
     with pytest.raises(AssertionError, match=f"^1 tensors were not written, such as {name}"):
         stream.finish()
+
+
+def test_tensors_that_the_model_lacks_are_stored_beside_its_own_whatever_their_type(tmp_path):
+    """Types of 8 bits and less among others: nothing looks at the numbers."""
+    others = {"a": torch.randn(5).to(torch.float8_e4m3fn), "b": torch.randn(3, 99), "c": torch.tensor(3)}
+    (tmp_path / "others").mkdir()
+    save_file(others, tmp_path / "others/model.safetensors")
+    weights = gather(make_model(MODELS["llama"], torch.float32))
+    with torch.device("meta"):
+        shell = make_model(MODELS["llama"], torch.float32)
+    shapes, left_out = {name: tensor.to("meta") for name, tensor in weights.items()}, StoredFiles(tmp_path / "others")
+    pool = WritePool(2, 500)
+    stream = WeightStream(shell, shapes, tmp_path, pool, max_bytes=MAX_BYTES, left_out=left_out.find())
+    stream.add(weights)
+    stream.finish()
+    entries = pool.finish()
+    pool.close()
+    found, before = read_stored(tmp_path), read_stored(tmp_path / "others")
+    assert found.keys() == weights.keys() | others.keys() and all(found[name] == before[name] for name in others)
+    assert all(entry == hash_file(path) for path, entry in entries.items())
 
 
 def test_a_token_beyond_the_vocabulary_is_named_in_an_exports_config():

@@ -134,7 +134,7 @@ KINDS = {
     "classifier": dict(objective="sequence-classification", format="classification"),
     "classifier's adapter": LORA | dict(objective="sequence-classification", format="classification"),
     "reward": dict(objective="reward", format="preference"),
-    "average": dict(weight_average="ema", ema_half_life=4),
+    "average": dict(weight_average="ema", average_over=4),
 }
 ROWS = {
     None: [{"messages": [dict(role="user", content=f"{i}?"), dict(role="assistant", content=f"It is {i}.")]}

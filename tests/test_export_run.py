@@ -29,7 +29,7 @@ from mini_trainer.use.evaluation.models import find_exports
 from mini_trainer.use.inference.loading import find_in_run
 
 METHODS = {
-    "full": dict(weight_average="ema", ema_half_life=8, compute_dtype="bfloat16"),
+    "full": dict(weight_average="ema", average_over=8, compute_dtype="bfloat16"),
     "lora": dict(lora=True, lora_rank=2),
     "osft": dict(osft=True, osft_unfreeze_rank_ratio=0.5),
     "images": dict(freeze="nothing"),

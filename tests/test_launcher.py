@@ -1,5 +1,6 @@
 """torchrun as `mini-trainer` starts it: it says whom it waits for, and one line says what it failed for."""
 
+import os
 import re
 import socket
 import subprocess
@@ -48,8 +49,8 @@ def test_machines_that_do_not_meet_are_one_line(words, said, tmp_path):
 def test_an_endpoint_without_an_answer_is_said_within_seconds(capfd, monkeypatch):
     meeting = Meeting({"nnodes": "2", "rdzv-backend": "c10d", "rdzv-endpoint": f"127.0.0.1:{free_port()}"})
     meeting.started -= launcher.SECONDS_UNTIL_TOLD
-    looks = iter([False, True])
-    monkeypatch.setattr(launcher, "has_children", lambda: next(looks))
+    looks = iter([[], [os.getpid()]])
+    monkeypatch.setattr(launcher, "list_children", lambda: next(looks))
     monkeypatch.setattr(socket, "getfqdn", lambda: "no.such.host.invalid")
     meeting.tell()
     own, waiting = capfd.readouterr().err.splitlines()

@@ -196,7 +196,8 @@ TAKE_ALL_OPTIONS = {
     "run.start": {
         *("open_inputs", "make_data_local", "choose_objective", "choose_settings", "choose_method", "settle_by_device"),
     },
-    "run.raw_rows": {"find_data", "make_data_local", "find_local_data"},
+    "run.raw_rows": {"find_data", "find_old", "find_kept", "tokenize", "make_data_local", "find_local_data"},
+    "run.own_samples": {"make_draw_options", "find_samples", "list_draw_words"},
     "run.identity": {"flatten_with_urls", "unwrap"},
     "run.plan.planner": {"plan_run", "look_at_run", "choose_step_options", "list_changes"},
 }

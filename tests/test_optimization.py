@@ -60,10 +60,10 @@ def test_a_share_of_the_run_warms_up_as_as_many_steps():
         ("linear", dict(min_lr_ratio=0.5), 9, [0.55]),
         ("cosine", {}, 5, [0.5, *(0.5 * (1 + math.cos(i / 10 * math.pi)) for i in range(6, 10))]),
         ("cosine", dict(min_lr_ratio=0.2), 5, [0.6, *(0.6 + 0.4 * math.cos(i / 10 * math.pi) for i in range(6, 10))]),
-        ("wsd", dict(num_decay_steps=4), 0, [1.0] * 7 + [0.75, 0.5, 0.25]),
+        ("wsd", dict(lr_shape=4), 0, [1.0] * 7 + [0.75, 0.5, 0.25]),
         ("wsd", dict(num_steps=20), 0, [1.0] * 19 + [0.5]),  # over 10 % of the run
         # From the peak, where warmup and decay are longer than the run.
-        ("wsd", dict(num_steps=7, num_warmup_steps=3, num_decay_steps=6), 0, [0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25]),
+        ("wsd", dict(num_steps=7, num_warmup_steps=3, lr_shape=6), 0, [0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25]),
     ],
 )
 def test_rates_are_those_of_the_definitions(scheduler, changes, first, expected):
@@ -77,6 +77,7 @@ def test_rates_are_those_of_the_definitions(scheduler, changes, first, expected)
         ("linear", {}, {}),
         ("cosine", {}, {}),
         ("cosine_with_restarts", dict(lr_shape=3.0), dict(num_cycles=3)),
+        ("cosine_with_restarts", {}, {}),
         ("polynomial", dict(lr_shape=2.0), dict(power=2.0, lr_end=0.0)),
         ("polynomial", {}, dict(lr_end=0.0)),
         ("polynomial", dict(min_lr_ratio=0.25), dict(lr_end=0.25)),

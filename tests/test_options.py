@@ -59,7 +59,7 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--start-timeout", "9999999999"], ["--start-timeout 9999999999: ", "864000"]),
         (["--max-grad-norm", "0"], ["--max-grad-norm 0", "None"]), (["--adam-beta2", "1"], ["--adam-beta2 1"]),
         (["--lr-scheduler", "constant", "--num-warmup-steps", "3"], ["--num-warmup-steps has no"]),
-        (["--num-decay-steps", "3"], ["--num-decay-steps has no"]),
+        (["--lr-shape", "3"], ["--lr-shape has no"]),
         (["--freeze", "nothing", "vision"], ["--freeze nothing vision: "]),
         (["--freeze", "nothing", "--lora"], ["--freeze nothing: ", "--lora-target-modules"]),
         (["--freeze", "language", "--osft", "--osft-unfreeze-rank-ratio", "0.5"], ["--freeze language: "]),
@@ -71,8 +71,7 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--osft", "--osft-basis", "activations", "--osft-keep-energy", "0.9"], ["--osft-calibration-data"]),
         (["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--osft-statistics", "f"], ["--osft-statistics"]),
         (["--shard-size", "2"], ["--shard-size has no"]),
-        (["--teacher-weight", "1", "--teacher-model", "self", "--reshard-after-backward", "never"],
-         ["--reshard-after-backward never "]),
+        (["--teacher-weight", "1", "--teacher-model", "self"], ["--teacher-model self: "]),
         (["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--cpu-offload"], ["--cpu-offload "]),
         (["--osft", "--osft-unfreeze-rank-ratio", "0.5", "--master-weights", "bfloat16", "--float8"],
          ["--master-weights bfloat16: ", "--float8 "]),
@@ -83,8 +82,8 @@ def test_underscores_and_equals_signs_are_accepted():
         (["--compute-dtype", "float16"], ["--compute-dtype float16: "]),
         (["--float8", "--compute-dtype", "float32"], ["--float8 needs bfloat16", "--compute-dtype float32"]),
         (
-            ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--num-decay-steps", "0"],
-            ["--batch-size 0", "--adam-eps 0", "--min-lr-ratio 2", "--num-decay-steps 0"],  # all at once
+            ["--batch-size", "0", "--adam-eps", "0", "--min-lr-ratio", "2", "--lr-shape", "0"],
+            ["--batch-size 0", "--adam-eps 0", "--min-lr-ratio 2", "--lr-shape 0"],  # all at once
         ),
     ],
 )  # fmt: skip

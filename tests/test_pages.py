@@ -18,6 +18,7 @@ from program import ROOT, list_sources
 
 from mini_trainer.__main__ import CHAT, PROGRAMS
 from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.objectives.keeping import METRICS
 from mini_trainer.objectives.teachers import VALUES
 from mini_trainer.options import TrainOptions, flag_name, iterate_fields
 from mini_trainer.osft import OSFT
@@ -175,7 +176,7 @@ def read_sequence(text: str) -> list[list[str]]:
 def test_every_metric_is_explained():
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (REFERENCE / "metrics.md").read_text(), flags=re.MULTILINE)
     told = [name for row in rows for name in re.findall(r"\w+", row)]
-    now_and_then = ["sources", "router_aux_loss", "expert_balance", *VALUES[1:], *OSFT.metrics]
+    now_and_then = ["sources", "router_aux_loss", "expert_balance", *METRICS, *VALUES[1:], *OSFT.metrics]
     assert told == [*(field.name for field in fields(StepMetrics)), *now_and_then]
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (REFERENCE / "validation.md").read_text(), flags=re.MULTILINE)
     assert {field.name for field in fields(SourceMetrics)} <= set(re.findall(r"\w+", " ".join(rows)))
@@ -291,7 +292,7 @@ def test_the_reference_has_exit_codes_and_names(site):
 def test_the_reference_says_what_an_option_needs():
     groups = {option.name: group for option, group in iterate_fields(TrainOptions)}
     wanted = dict.fromkeys(("learning_rate", "seed", "input_file", "model_name_or_path", "lora"), "")
-    wanted |= {"lora_rank": "**Needs** `--lora`", "num_decay_steps": "**Needs** `--lr-scheduler wsd`"}
+    wanted |= {"lora_rank": "**Needs** `--lora`", "shard_size": "**Needs** `--sharding hybrid`"}
     assert {name: option_reference.find_needs(TrainOptions, name, groups[name]) for name in wanted} == wanted
 
 

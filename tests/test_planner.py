@@ -49,7 +49,7 @@ SIMULATIONS = [  # family, options
     long("mixtral", dict(lora=True, base_quantization="nf4", compute_dtype="bfloat16")),
     wide("phi_head_bias", dict(activation_checkpointing="selective")),
     wide("mistral_window", dict(optimizer="adamw8bit", master_weights="bfloat16")),
-    ("llama", dict(optimizer="muon", weight_average="ema", ema_half_life=8)),
+    ("llama", dict(optimizer="muon", weight_average="ema", average_over=8)),
     wide("mixtral", dict(compute_dtype="bfloat16", micro_batch_grad_sync="last", reshard_after_forward="never")),
     wide("llama", dict(activation_checkpointing="none", osft=True, osft_unfreeze_rank_ratio=0.25)),
     wide("gated delta net, experts", dict(activation_checkpointing="full")),
@@ -287,9 +287,9 @@ def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(weight_average="ema", ema_half_life=8),
-        long(dict(weight_average="tail", tail_steps=2)),
-        long(dict(weight_average="tail", tail_steps=2, keep_exports=2)),
+        dict(weight_average="ema", average_over=8),
+        long(dict(weight_average="tail", average_over=2)),
+        long(dict(weight_average="tail", average_over=2, keep_exports=2)),
     ],
 )
 def test_the_disk_of_a_plan_holds_the_exports_of_averages(changes, plan, inputs, world, tmp_path, monkeypatch):

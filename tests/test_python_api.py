@@ -117,7 +117,7 @@ def test_the_stub_takes_what_the_arguments_take():
               if isinstance(one, ast.AnnAssign)}  # fmt: skip
     assert fields["learning_rate"] == "float | Given"
     assert fields["output_dir"] == "str | Path | Given" and fields["max_steps"] == "int | None | Given"
-    assert fields["teacher_weight"].startswith("float | tuple[float, ...] | list[float]")
+    assert fields["data_weights"].startswith("float | tuple[float, ...] | list[float]")
     assert make_train_words(TrainingArgs(**NEEDED | dict(output_dir=Path("o"), data_path=["a", Path("b")])))[-3:] == [
         "--data-path", "a", "b",
     ]  # fmt: skip

@@ -26,7 +26,6 @@ ALLOWED = {
     "mini_trainer/options/reading.py": {"os.open", "mmap.mmap", "safe_open"},  # the one reader
     "mini_trainer/options/option_files.py": {"yaml.load"},  # of a text that was read
     "mini_trainer/distributed/world.py": {"pickle.loads"},  # between the ranks of a run, in memory
-    "mini_trainer/api/trainer_callbacks.py": {"pickle.loads"},  # of a text in code that the user's script has sent
     "mini_trainer/data/stores/disk.py": {"os.open"},  # directories
     "mini_trainer/distributed/lock.py": {"os.open"},  # a directory
     "mini_trainer/run/preflight_nodes.py": {"os.open", "(made / TOKEN).write_text", "(own / TOKEN).write_text"},
@@ -40,7 +39,6 @@ ALLOWED = {
     "mini_trainer/use/evaluation/results.py": {"results.write_text", "page.write_text", "beside.write_text"},
     "mini_trainer/use/pages/preview.py": {"path.write_text"},
     "mini_trainer/run/export.py": {"(directory / INDEX).write_text"},
-    "mini_trainer/run/export_left_out.py": {"(directory / INDEX).write_text"},
     "mini_trainer/model/methods/adapter_files.py": {"(directory / BASE_FILE).write_text"},
     "mini_trainer/api/sent_callbacks.py": {"path.write_text"},  # in a directory made for it
     "mini_trainer/api/stub.py": {"STUB.write_text"},  # run by developers

@@ -59,7 +59,7 @@ DOCUMENTS = [[1, 2, 3, 4, 9], [5, 6, 9], [7, 8, 1, 2, 3, 9], [4, 9]]  # each end
         (dict(lr_scheduler="polynomial", lr_scheduler_kwargs={"power": 2.0, "lr_end": 1e-5}),
          dict(lr_scheduler="polynomial", lr_shape=2.0, min_lr_ratio=1.0)),
         (dict(lr_scheduler="warmup_stable_decay", lr_scheduler_kwargs={"num_decay_steps": 2}),
-         dict(lr_scheduler="wsd", num_decay_steps=2)),
+         dict(lr_scheduler="wsd", lr_shape=2)),
         (dict(lr_scheduler="cosine", lr_scheduler_kwargs={}), dict(lr_scheduler="cosine")),
     ],
 )  # fmt: skip

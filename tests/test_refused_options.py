@@ -18,7 +18,6 @@ NEEDED = {
 PAIRS = dict(objective="preference")
 DECAYING = dict(continue_from="c/step_1", lr_scheduler="cosine", num_warmup_steps=2, schedule_steps=12)
 VALIDATED = dict(validation_data_path="v", validate_every_steps=2)
-SEEN = dict(teacher_data="s", teacher_model="t", teacher_divergence="reverse-kl", teacher_weight=(1.0,))
 BAD_ADDRESSES = ("localhost:8000/v1", "http://h/v1?api-key=s3cret", "http://u:s3cret/x@h/v1", "ftp://u:s3cret@h",
                  "http:///v1", "http://s3cret h/v1")  # fmt: skip
 REFUSED = {
@@ -87,13 +86,17 @@ REFUSED = {
         (dict(data_path=("a", "b", "c"), data_weights=(1, 2, 0)), "--data-weights 1 2 0: "),
         (dict(data_weights=(1,)), "--data-weights .*single"),
         (dict(data_path=("a", "b"), data_weights_by="tokens"), "--data-weights-by .*--data-weights"),
-        (dict(data_path=("a", "b"), teacher_weight=(0.5, 0.1, 0.2)), "--teacher-weight: 3 numbers"),
-        (dict(teacher_weight=(0.5, 0.1)), "--teacher-weight: 2 numbers"),
-        (dict(data_path=("a", "b"), teacher_weight=(0.5, 1.5)), "--teacher-weight 0.5 1.5: "),
-        (SEEN | dict(teacher_model=None, teacher_divergence="forward-kl"), "--teacher-data needs --teacher-model"),
-        (SEEN | dict(teacher_data=("a", "b")), "--teacher-data: 2 for 1 "),
-        (SEEN | dict(context_parallel=2), "--teacher-data cannot be used with --context-parallel"),
-        (SEEN | dict(teacher_weight=(), teacher_divergence="forward-kl"), "--teacher-model, --teacher-data: "),
+        (dict(teacher_weight=1.5), "--teacher-weight 1.5: must be from 0 to 1"),
+        (dict(teacher_weight=0.0, teacher_divergence="jsd"), "--teacher-divergence jsd needs "),
+        (dict(teacher_model="t", teacher_temperature=2.0), "--teacher-temperature, --teacher-model: "),
+        # Schedules and averages.
+        (dict(lr_scheduler="wsd", lr_shape=2.5), "--lr-shape 2.5: must be a whole number .* wsd, .*steps"),
+        (dict(lr_scheduler="cosine_with_restarts", lr_shape=0.5), "--lr-shape 0.5: must be a whole number .*cycles"),
+        (dict(lr_scheduler="cosine", lr_shape=2.0), "--lr-shape has no effect with --lr-scheduler cosine"),
+        (dict(weight_average="ema"), "--weight-average ema needs --average-over, .*samples"),
+        (dict(weight_average="tail"), "--weight-average tail needs --average-over, .*steps"),
+        (dict(weight_average="ema", average_over=0), "--average-over 0: "),
+        (dict(average_over=2), "--average-over has no effect with --weight-average none"),
         # Ends, validations and samples.
         (dict(max_steps=None, lr_scheduler="cosine"), "--lr-scheduler cosine .*no end is given.*\nthe run has no end"),
         (DECAYING | dict(schedule_steps=None), "--continue-from with --lr-scheduler cosine needs --schedule-steps"),

@@ -334,7 +334,7 @@ def test_changed_inputs_are_refused_by_name(changed, start, decaying, inputs, tm
 
 
 def test_a_resumed_run_goes_on_with_the_average_of_all_steps(start, tmp_path):
-    averaged = dict(weight_average="ema", ema_half_life=2)
+    averaged = dict(weight_average="ema", average_over=2)
     start(tmp_path / "whole", max_steps=3, **averaged)
     resumed = copy_until(tmp_path / "whole", 2, tmp_path / "resumed")
     start(resumed, max_steps=3, **averaged)

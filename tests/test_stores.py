@@ -226,7 +226,7 @@ def test_a_run_from_a_store_to_a_store(bucket, model, world, tmp_path, monkeypat
     options = dict(model_name_or_path=str(model), output_dir=str(run), data_cache_dir=str(tmp_path / "cache"),
                    batch_size=8, max_tokens_per_gpu=256, checkpoint_every_steps=1, upload_to=to, data_path=url,
                    validation_data_path=url.replace("t.arrow", "t.validation.arrow"), min_samples_per_checkpoint=8,
-                   weight_average="ema", ema_half_life=1, learning_rate=1e-2)  # fmt: skip
+                   weight_average="ema", average_over=1, learning_rate=1e-2)  # fmt: skip
     local = start(world, **options, max_steps=1)
 
     # Every export is there, as it is here, and its config was written last.

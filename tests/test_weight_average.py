@@ -38,9 +38,9 @@ def average_of(weights: list[np.ndarray], start: np.ndarray, shares: list[float]
 
 
 CASES = {
-    "half-life": (dict(weight_average="ema", ema_half_life=16), [1 - 0.5 ** (8 / 16)] * STEPS),
-    "half-life, by tokens": (dict(weight_average="ema", ema_half_life=16, batch_size=None, batch_tokens=90), None),
-    "tail": (dict(weight_average="tail", tail_steps=3), [0, 0, 1, 1 / 2, 1 / 3]),
+    "half-life": (dict(weight_average="ema", average_over=16), [1 - 0.5 ** (8 / 16)] * STEPS),
+    "half-life, by tokens": (dict(weight_average="ema", average_over=16, batch_size=None, batch_tokens=90), None),
+    "tail": (dict(weight_average="tail", average_over=3), [0, 0, 1, 1 / 2, 1 / 3]),
 }
 
 
@@ -85,7 +85,7 @@ def test_it_changes_nothing_and_a_resumed_run_on_another_number_of_ranks_goes_on
 
 
 def test_of_lora_only_the_factors_are_kept(inputs, world, tmp_path):
-    options = dict(lora=True, lora_rank=2, lora_export="adapter", weight_average="ema", ema_half_life=8)
+    options = dict(lora=True, lora_rank=2, lora_export="adapter", weight_average="ema", average_over=8)
     run = train(world, inputs, tmp_path, **options)
     steps = read_steps(run)
     names = [name for name in steps[-1] if name.startswith("average/")]
@@ -123,7 +123,7 @@ def test_its_validation_is_that_of_its_export(inputs, world, tmp_path):
 
 
 def test_old_averages_go_with_their_exports_and_later_ones_stay(inputs, world, tmp_path):
-    exports = dict(keep_exports=1, min_samples_per_checkpoint=8, weight_average="ema", ema_half_life=8)
+    exports = dict(keep_exports=1, min_samples_per_checkpoint=8, weight_average="ema", average_over=8)
     run = train(world, inputs, tmp_path, **exports)
     assert sorted(path.name for path in (run / "hf_format").iterdir()) == ["average_samples_40", "latest", "samples_40"]
     (run / "hf_format" / "samples_99").mkdir()  # of before a resume from an earlier step
@@ -139,7 +139,7 @@ def test_one_that_is_switched_on_at_a_resume_begins_at_the_restored_weights(inpu
         ("tail", [1, 1 / 2, 1 / 3]),
         ("late tail", [1 / 2, 1 / 3, 1 / 4]),
     ):
-        options = CASES[name.removeprefix("late ")][0] | ({"tail_steps": 4} if name == "late tail" else {})
+        options = CASES[name.removeprefix("late ")][0] | ({"average_over": 4} if name == "late tail" else {})
         run = train(world, inputs, tmp_path / name, max_steps=2)
         train(world, inputs, tmp_path / name, **options, allow_changed_options=True)
         steps = read_steps(run)
@@ -150,7 +150,7 @@ def test_one_that_is_switched_on_at_a_resume_begins_at_the_restored_weights(inpu
 
 def test_an_early_stop_before_the_last_steps_is_said_to_leave_no_average(inputs, world, tmp_path, caplog):
     options = dict(validation_data_path=[inputs["data_path"]], validate_every_steps=1, early_stopping_patience=1,
-                   export_best=False, learning_rate=0.0, weight_average="tail", tail_steps=3)  # fmt: skip
+                   export_best=False, learning_rate=0.0, weight_average="tail", average_over=3)  # fmt: skip
     run = train(world, inputs, tmp_path, **options)
     assert [path.name for path in (run / "hf_format").glob("*samples_*")] == ["samples_16"]
     (warning,) = (record.message for record in caplog.records if "--weight-average" in record.message)

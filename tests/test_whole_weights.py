@@ -21,7 +21,6 @@ CASES = [
     ("llama", dict(osft=True, osft_unfreeze_rank_ratio=0.5)),
     ("llama", LORA | dict(lora_dropout=0.1)),
     long("qwen3", dict(optimizer="muon", weight_average="ema", validation=True)),
-    long("llama", dict(teacher_model="self", teacher_weight=0.5)),
     long("mixtral", dict(activation_checkpointing="full", router_aux_loss=0.01)),
     long("gemma3", dict(tiled_mlp=True)),
     long("llama", LORA | dict(base_quantization="nf4")),

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 from mini_trainer.api import arguments
 from mini_trainer.api.errors import make_bad_input
 from mini_trainer.api.sent_callbacks import send_callbacks
-from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file, names_tokenized
+from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file, list_values, names_tokenized
 from mini_trainer.options import OSFTOptions, TrainOptions, flag_name, foreign_names, iterate_fields, list_types
 from mini_trainer.options.fields import is_required
 from mini_trainer.options.tools import ProcessDataOptions
@@ -103,7 +103,7 @@ def make_train_values(args: arguments.TrainingArgs) -> Values:
     give_sharding(values, args)
     give_validation(values, args)
     give_trackers(values, given)
-    callbacks = tuple(sent.path for sent in send_callbacks(list_callbacks(given.pop("callbacks", None))))
+    callbacks = tuple(sent.path for sent in send_callbacks(list_values(given.pop("callbacks", None))))
     if callbacks:
         given["callbacks"] = callbacks
     own = {option.name for option, _ in iterate_fields(TrainOptions)}
@@ -261,31 +261,15 @@ def give_trackers(values: Values, given: dict[str, Any]) -> None:
         values.give("track", tuple(asked), by="the trackers' fields")
 
 
-def list_callbacks(given: Any) -> list[Any]:
-    """The callbacks in the field's value: one, several, or none."""
-    if given is arguments.NOTHING or given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def find_callback_folders(args: arguments.TrainingArgs) -> list[str]:
-    """Folders from which this process has imported the callbacks that are given as classes."""
-    folders = []
-    for callback in list_callbacks(args.callbacks):
-        file = None if isinstance(callback, str) else getattr(sys.modules.get(callback.__module__), "__file__", None)
-        if file is not None:
-            num_parts = callback.__module__.count(".") + (Path(file).name == "__init__.py")
-            folders.append(str(Path(file).absolute().parents[num_parts]))
-    return list(dict.fromkeys(folders))
-
-
 def make_environment(args: arguments.TrainingArgs, sent_to: Path | None = None) -> dict[str, str]:
-    """Environment variables for the fields of trackers, and for where callbacks are. `sent_to`: the folder of the
-    modules of callbacks that are sent, which may import all that this process can."""
+    """Environment variables for the fields of trackers, and for where callbacks are that are no import paths: they may
+    import all that this process can. `sent_to`: the folder of the modules of those that are sent."""
     pairs = ((variable, getattr(args, name)) for name, (_, variable) in TRACKER_VARIABLES.items())
-    known = [] if sent_to is None else [str(sent_to), *filter(None, sys.path)]
-    folders = {FOLDERS: os.pathsep.join(find_callback_folders(args) + known) or None}
-    return {variable: value for variable, value in [*pairs, *folders.items()] if value is not None}
+    values = {variable: value for variable, value in pairs if value is not None}
+    if all(isinstance(callback, str) for callback in list_values(args.callbacks)):
+        return values
+    sent = [] if sent_to is None else [str(sent_to)]
+    return values | {FOLDERS: os.pathsep.join([*sent, *filter(None, sys.path)])}
 
 
 def name_arguments(message: str, args: arguments.TrainingArgs | arguments.DataProcessArgs, values: Values) -> str:

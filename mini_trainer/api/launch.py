@@ -12,7 +12,7 @@ from mini_trainer.api import commands
 from mini_trainer.api.arguments import DataProcessArgs, TorchrunArgs, TrainingArgs
 from mini_trainer.api.errors import make_error
 from mini_trainer.api.sent_callbacks import send_callbacks, write_modules
-from mini_trainer.api.tokenized import derive_data, names_tokenized
+from mini_trainer.api.tokenized import derive_data, list_values, names_tokenized
 from mini_trainer.data.stores.disk import identify_file, is_link_beside
 from mini_trainer.distributed.children import run_child
 from mini_trainer.distributed.ending import EXIT_FILE, ExitCode
@@ -68,7 +68,7 @@ def run_training(
     if training_args is None:
         raise TypeError("run_training() needs training_args")
     if callbacks is not None:
-        own = commands.list_callbacks(training_args.callbacks) or None
+        own = list_values(training_args.callbacks) or None
         choose_one(own, callbacks, "callbacks and those of training_args")
         training_args = replace(training_args, callbacks=tuple(callbacks))
     launch_words = commands.make_torchrun_words(torchrun_args)
@@ -89,7 +89,7 @@ def run_training(
     with raising_storage_errors():
         log_file.parent.mkdir(parents=True, exist_ok=True)
         log = open_own(log_file, "a")
-    sent = send_callbacks(commands.list_callbacks(training_args.callbacks))
+    sent = send_callbacks(list_values(training_args.callbacks))
     with log, TemporaryDirectory(prefix="mini_trainer_callbacks_") as folder:
         sent_to = write_modules(sent, Path(folder))
         words = [*launch_words, *commands.make_words(TrainOptions, values)]

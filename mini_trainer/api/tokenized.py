@@ -6,7 +6,7 @@ These are named after what they are made from, and made once.
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +17,11 @@ from mini_trainer.api.errors import make_bad_input
 from mini_trainer.data.stores.contents import sign
 from mini_trainer.data.stores.disk import hash_json, write_text, written_aside
 from mini_trainer.data.stores.made import MADE, is_as_made, record_made
-from mini_trainer.options.reading import hash_file, open_regular, read_object
+from mini_trainer.data.tokenized.detection import ENDING, TOKENS_COLUMN, is_tokenized
+from mini_trainer.options.reading import hash_file, read_object
 from mini_trainer.options.urls import is_url
 
 DATA_FILE = "data.arrow"  # in InstructLab's directory for tokenized data
-ENDING = ".meta.json"  # of the file next to a data set that records its sources
-TOKENS_COLUMN = "input_ids"
 ADVICE = "tokenize again (process_data=True), or leave data_path out to train on that data set"
 
 
@@ -46,7 +45,7 @@ def choose_tokenized(args: TrainingArgs) -> tuple[str, ...]:
     found = f"data_path {' '.join(given)}: the data set {file}"
     sidecar = read_sidecar(file, found)
     recorded = [source.get("sha256") for source in sidecar.get("sources", [])]
-    hashes = hash_sources(given, found, names=[str(source.get("file")) for source in sidecar.get("sources", [])])
+    hashes = hash_sources(given, found)
     if not recorded or None in recorded or not set(recorded) <= set(hashes) or len(recorded) != len(hashes):
         names = ", ".join(str(source.get("file")) for source in sidecar.get("sources", []))
         raise make_bad_input(f"{found} was made from other rows ({names}), or the file has changed since: {ADVICE}")
@@ -54,11 +53,16 @@ def choose_tokenized(args: TrainingArgs) -> tuple[str, ...]:
     return (str(file),)
 
 
+def list_values(given: Any) -> list[Any]:
+    """The values of a field that takes one or several: none if it has no value."""
+    if given is NOTHING or given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
 def list_given(value: Any) -> list[str]:
     """The paths of an option that takes one or several."""
-    if value is NOTHING or value is None:
-        return []
-    return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
+    return list(map(str, list_values(value)))
 
 
 def names_tokenized(args: TrainingArgs) -> bool:
@@ -70,28 +74,6 @@ def names_tokenized(args: TrainingArgs) -> bool:
     return bool(given) and tokenized == given
 
 
-def is_tokenized(path: str) -> bool:
-    """Whether a path names a data set: by its sidecar, an ending that files of chats do not have, or its columns."""
-    if path.endswith(".arrow") or (not is_url(path) and Path(f"{path}{ENDING}").exists()):
-        return True
-    return not is_url(path) and Path(path).is_file() and TOKENS_COLUMN in list_columns(Path(path))
-
-
-def list_columns(path: Path) -> Collection[str]:
-    """Names of the columns of a Parquet file, or of the first row of JSON lines; none for other files."""
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            with open_regular(path) as file:
-                return pyarrow.parquet.read_schema(file).names
-        with open_regular(path) as file:
-            row = json.loads(next((line for line in file if line.strip()), b"{}"))
-    except (OSError, ValueError):
-        return ()
-    return row if isinstance(row, dict) else ()
-
-
 def read_sidecar(file: Path, found: str) -> dict[str, Any]:
     try:
         return read_object(Path(f"{file}{ENDING}"))
@@ -99,23 +81,14 @@ def read_sidecar(file: Path, found: str) -> dict[str, Any]:
         raise make_bad_input(f"{found} does not record its sources ({error}): {ADVICE}") from None
 
 
-def hash_sources(given: list[str], found: str, *, names: list[str]) -> list[str]:
-    """SHA-256 of the files of chats; in directories, of all files with the endings of `names`."""
-    files: list[Path] = []
-    for path in map(Path, given):
-        inside = sorted(path.rglob("*")) if path.is_dir() else ()
-        files += [file for file in inside if is_source(file, names)] if path.is_dir() else [path]
+def hash_sources(given: list[str], found: str) -> list[str]:
+    """SHA-256 of the files of chats, as process_data.py finds them."""
+    from mini_trainer.data.rows.files import find_sources
+
     try:
-        return [hash_file(file)["sha256"] for file in files]
-    except OSError as error:
+        return [hash_file(source.path)["sha256"] for source in find_sources(given, flag="data_path")]
+    except (OSError, ValueError) as error:
         raise make_bad_input(f"{found} cannot be compared with it ({error}): {ADVICE}") from None
-
-
-def is_source(file: Path, names: list[str]) -> bool:
-    """Whether a file in a directory has an ending of `names`, and is neither hidden nor of process_data.py."""
-    is_ours = file.name.endswith((ENDING, MADE, ".rejected.jsonl")) or file.parent.suffix == ".tokenizer"
-    has_ending = file.suffix in {Path(name).suffix for name in names}
-    return file.is_file() and has_ending and not is_ours and not file.name.startswith(".")
 
 
 def check_options(args: TrainingArgs, sidecar: dict[str, Any], found: str) -> None:

@@ -4,7 +4,7 @@ a directory to its settings."""
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from mini_trainer.continual.data import HeldOut, Prepared, prepare, prepare_known, read_questions
@@ -26,8 +26,9 @@ from mini_trainer.continual.settings import (
     draw_orders,
 )
 from mini_trainer.data.stores.disk import remove, written_aside
+from mini_trainer.data.tokenized.detection import is_tokenized
 from mini_trainer.distributed.messages import say
-from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options import SELF, KeepOptions, TrainOptions, group_options
 from mini_trainer.options.reading import read_fields
 from mini_trainer.options.tools import EvaluateOptions
 from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, PARAMS_FILE
@@ -72,7 +73,7 @@ def learn(context: Context, earlier: list[Task], task: Task, model: Model, folde
     options = choose_adapter_options(options, settings, None if model.adapter is None else str(model.adapter))
     if options.get("osft") and options.get("osft_basis") == "activations":
         options["osft_statistics"] = str(statistics)
-        if earlier:  # the first task remembers the data that the settings name, if any
+        if earlier and options.get("osft_calibration_data") != SELF:  # the first task remembers what the settings name
             options["osft_calibration_data"] = str(context.prepared[earlier[-1].name].train)
     if options.get("osft") and settings.keep_osft_bases:
         options["osft_bases"] = "new" if model.bases is None else str(model.bases)
@@ -190,7 +191,8 @@ def describe_method(settings: ContinualSettings) -> str:
     if values.get("teacher_weight") is not None:
         words.append(f"{values.get('teacher_divergence', 'forward-kl')} to {values.get('teacher_model', 'files')}")
     if settings.replay is not None:
-        words.append(f"{settings.replay.share:.0%} {settings.replay.kind.replace('-', ' ')} replayed")
+        effect = "kept" if settings.replay.keep else "replayed"
+        words.append(f"{settings.replay.share:.0%} {settings.replay.kind.replace('-', ' ')} {effect}")
     return ", ".join(words)
 
 
@@ -384,8 +386,11 @@ def choose_options(settings: ContinualSettings, task: Task, prepared: Prepared, 
     if values.get("osft_basis") == "activations":  # of the task before it, whose statistics do not exist yet
         values.pop("osft_statistics")
         values.setdefault("osft_calibration_data", str(own.train))
-    for name in ("teacher_weight", "teacher_model", "teacher_data"):
-        if settings.replay is not None:
-            values.pop(name, None)
-    replayed = others if settings.replay is not None and settings.replay.kind == "rows" else []
-    return mix(values, own.train, [*filter(None, [known]), *replayed], settings.replay)
+    if values.get("osft_calibration_data") == SELF:  # not drawn yet
+        values["osft_calibration_data"] = str(own.train)
+    replay = settings.replay
+    if (replay is not None and replay.keep) or not all(map(is_tokenized, values.get("keep", ()))):
+        of_keep = {entry.name for entry in fields(KeepOptions)}
+        values = {name: value for name, value in values.items() if name not in of_keep}
+    replayed = others if replay is not None and replay.kind == "rows" else []
+    return mix(values, own.train, [*filter(None, [known]), *replayed], replay)

@@ -1,4 +1,5 @@
-"""Replay: rows of earlier tasks, or the model's own answers to their prompts, learnt again with a new task.
+"""Replay: rows of earlier tasks, the model's own answers to their prompts, or samples that it draws, which are learnt
+again with a new task, or kept (train --keep).
 
 On-policy replay: arXiv 2605.29495.
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_trainer.continual.data import OF_ROWS, HeldOut, Prepared, as_row, tokenize, write_rows
-from mini_trainer.continual.settings import ContinualSettings, Replay, Task, Values, leave_teacher_out
+from mini_trainer.continual.settings import ContinualSettings, Replay, Task, Values
 from mini_trainer.data.chat.conversation import REASONING_KEYS
 from mini_trainer.data.rows.prompts import Prompt, read_prompts
 from mini_trainer.data.tokenized.outputs import DataSetFiles
@@ -22,6 +23,7 @@ from mini_trainer.use.evaluation.results import read_lines
 from mini_trainer.use.inference.answers import Line, is_refused
 
 PROMPTS, ANSWERS = "prompts.jsonl", "answers.jsonl"
+DRAWN = Path("replay", "drawn.jsonl")  # in a task's folder: samples that the model has drawn before it
 ROWS, REPLAYED = "rows.jsonl", "replayed"  # in the folder of an earlier task: its rows to replay, and their data set
 
 DataRow = dict[str, Any]  # as `data.as_row` makes it
@@ -57,12 +59,25 @@ def find_replay(context: Context, earlier: Sequence[Task], model: Model, folder:
     if (replay := context.settings.replay) is None:
         return []
     found = [context.known]
-    for task in earlier:
+    if replay.kind == "drawn":
+        before = [context.folder / f"{t}_{task.name}" / DRAWN for t, task in enumerate(earlier, start=1)]
+        found += [*before, draw_samples(context, model, folder)]
+    for task in earlier if replay.kind != "drawn" else ():
         place = folder / "replay" / task.name
         found.append(
             choose_rows(context, task, place) if replay.kind == "rows" else answer(context, task, model, place)
         )
     return [path for path in found if path is not None]
+
+
+def draw_samples(context: Context, model: Model, folder: Path) -> Path:
+    """Samples that the model draws before the task."""
+    path = folder / DRAWN
+    options = {"model_name_or_path": model.start, "output_file": str(path), "seed": context.seed}
+    if (num_samples := context.settings.replay.num_prompts) is not None:
+        options["num_samples"] = num_samples
+    context.runner.run(Stage(program="draw-samples", folder=folder, options=options))
+    return path
 
 
 def choose_rows(context: Context, task: Task, folder: Path) -> Path:
@@ -151,12 +166,22 @@ def tokenize_own(context: Context, task: Task, rows: Path, folder: Path) -> Path
 def mix(options: Values, own: Path, replayed: Sequence[Path], replay: Replay | None) -> Values:
     """Options of train with the replayed data in their share. An epoch is still one of the task's own samples."""
     if not replayed:
-        return leave_teacher_out(options, replay) | {"data_path": [str(own)]}
+        return options | {"data_path": [str(own)]}
+    if replay.keep:
+        return options | {"data_path": [str(own)], "keep": list(map(str, replayed)), "keep_share": replay.share}
     weights = [1 - replay.share, *(replay.share / len(replayed) for _ in replayed)]
     mixed = options | {"data_path": [str(own), *map(str, replayed)], "data_weights": weights}
+    own_share = weights[0]  # of the samples
+    if replay.share_of == "tokens":
+        mixed["data_weights_by"] = "tokens"
+        sizes = [read_count("num_tokens", path) / read_count("num_samples", path) for path in (own, *replayed)]
+        by_sample = [weight / size for weight, size in zip(weights, sizes, strict=True)]
+        own_share = by_sample[0] / sum(by_sample)
     if mixed.get("max_epochs") is not None:
-        made = read_fields(DataSetFiles(own).sidecar, {"num_samples": int}, written_by="process-data")
-        mixed["max_samples"] = math.ceil(mixed.pop("max_epochs") * made["num_samples"] / (1 - replay.share))
-    if replay.teacher_weight is not None:
-        mixed |= {"teacher_model": "self", "teacher_weight": [0.0, *(replay.teacher_weight for _ in replayed)]}
+        mixed["max_samples"] = math.ceil(mixed.pop("max_epochs") * read_count("num_samples", own) / own_share)
     return mixed
+
+
+def read_count(name: str, data: Path) -> int:
+    """A number of a data set, from its sidecar."""
+    return read_fields(DataSetFiles(data).sidecar, {name: int}, written_by="process-data")[name]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_trainer.options import TeacherOptions, TrainOptions, group_options, option_files
+from mini_trainer.options import TrainOptions, group_options, option_files
 from mini_trainer.options.fields import option
 from mini_trainer.options.problems.choices import LORA_ADAPTER_SAYS
 from mini_trainer.options.problems.finding import find_problems
@@ -60,22 +60,27 @@ class Task(SetSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Learning from earlier tasks again while a new one is learnt."""
+    """Learning from earlier tasks again while a new one is learnt, or keeping what the model knows of them."""
 
-    kind: Literal["rows", "own-answers"]
+    kind: Literal["rows", "own-answers", "drawn"]
     """rows: rows of the earlier tasks; own-answers: the model's own answers to their prompts, before the new task, if
-    they pass the task's metric (arXiv 2605.29495)."""
+    they pass the task's metric (arXiv 2605.29495); drawn: samples that the model draws before each task, with nothing
+    asked (draw-samples), for which no data is needed."""
+    keep: bool = False
+    """Keep what the model says of these samples before the new task (train --keep), instead of learning them."""
     share: float = option(0.1, above=0, below=1)
-    """Share of the samples drawn that are replayed, of all earlier tasks together."""
-    num_prompts: int | None = option(None, at_least=1, only_with=("kind", ("own-answers",)))
-    """own-answers: number of prompts of each earlier task to answer, drawn at random. Default: all."""
+    """Share of the samples drawn that are replayed, of all earlier tasks together. With keep: --keep-share, such
+    samples for each one of the task."""
+    share_of: Literal["samples", "tokens"] = "samples"
+    """What the share counts: samples, or their tokens. With keep it follows from train's batch_size or batch_tokens."""
+    num_prompts: int | None = option(None, at_least=1, only_with=("kind", ("own-answers", "drawn")))
+    """own-answers: number of prompts of each earlier task to answer, drawn at random. Default: all. drawn: number of
+    samples before each task. Default: that of draw-samples."""
     min_score: float = option(1.0, only_with=("kind", ("own-answers",)))
     """own-answers: least score of an answer by the task's metric."""
     known: str | None = None
     """Rows, or a data set of process-data, of what the start model knows, such as its own answers: replayed like an
     earlier task, also with the first one."""
-    teacher_weight: float | None = option(None, above=0, at_most=1)
-    """Weight of the divergence from the model before the new task, on replayed rows alone (train --teacher-weight)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +135,7 @@ class ContinualSettings:
 def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
     """The options of train for a task, with stand-ins for those that are known when it starts: of its first run, and of
     a later one, which learns from earlier tasks and continues an adapter."""
-    values, replay = settings.train_options(task), settings.replay
+    values = settings.train_options(task)
     stand_ins: Values = {"model_name_or_path": "M", "output_dir": "D", "data_path": ("data.arrow",)}
     if task.validation is not None:
         stand_ins["validation_data_path"] = ("validation.arrow",)
@@ -138,13 +143,10 @@ def complete_options(settings: ContinualSettings, task: Task) -> list[Values]:
         stand_ins["osft_statistics"] = "statistics"
     if values.get("osft") and settings.keep_osft_bases:
         stand_ins["osft_bases"] = "new"
-    taught: Values = {}
-    if replay is not None and replay.teacher_weight is not None:
-        taught = {"teacher_weight": (replay.teacher_weight,), "teacher_model": "self"}
-    replays = replay is not None and replay.known is not None  # also with the first task
-    own = values if replays else leave_teacher_out(values, replay)
-    first = choose_adapter_options(own, settings, None) | stand_ins | (taught if replays else {})
-    later = choose_adapter_options(values, settings, "adapter") | stand_ins | taught
+    replay = settings.replay
+    kept = {"keep": ("old.arrow",), "keep_share": replay.share} if replay is not None and replay.keep else {}
+    first = choose_adapter_options(values, settings, None) | stand_ins | kept
+    later = choose_adapter_options(values, settings, "adapter") | stand_ins | kept
     return [first, later] if len(settings.tasks) > 1 else [first]
 
 
@@ -159,14 +161,6 @@ def choose_adapter_options(options: Values, settings: ContinualSettings, adapter
     determined = {f"lora_{name}" for name in LORA_ADAPTER_SAYS}  # by the adapter that is trained further
     kept = {name: value for name, value in options.items() if name not in determined}
     return kept | {"lora_export": "adapter", "lora_adapter": adapter}
-
-
-def leave_teacher_out(options: Values, replay: Replay | None) -> Values:
-    """The options of a run that replays nothing: without those of the teacher of replayed rows."""
-    if replay is None or replay.teacher_weight is None:
-        return options
-    of_teacher = {entry.name for entry in dataclasses.fields(TeacherOptions)}
-    return {name: value for name, value in options.items() if name not in of_teacher}
 
 
 def splits_off(task: Task, settings: ContinualSettings) -> bool:
@@ -223,7 +217,6 @@ SECTIONS = {
         {"model": "M", "prompts": ("rows.jsonl",), "output": "answers.jsonl"},
     ),
 }  # fmt: skip
-OF_TEACHER = ("teacher_weight", "teacher_model", "teacher_data", "teacher_scores")  # who the teacher of train is
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 SHARED_FOLDERS = ("data", "start")
@@ -361,14 +354,18 @@ def check_task(task: Task, settings: ContinualSettings) -> None:
 def check_replay(settings: ContinualSettings) -> None:
     if (replay := settings.replay) is None:
         return
-    if len(settings.tasks) < 2 and replay.known is None:
+    if replay.kind == "drawn" and not replay.keep:
+        raise ValueError("kind: drawn: no row to learn from, but samples to keep: add keep: true")
+    if replay.kind == "drawn" and settings.adapters == "continued":
+        raise ValueError("kind: drawn: needs adapters: merged, since samples are drawn from a whole model")
+    if replay.keep and replay.share_of != "samples":
+        raise ValueError("share_of has no effect with keep: give train batch_tokens, of which the share then is")
+    if given := [task.name for task in settings.tasks if replay.keep and settings.train_options(task).get("keep")]:
+        raise ValueError(f"keep: train of {', '.join(given)} has keep, too: give one, and rows of your own as known")
+    if len(settings.tasks) < 2 and replay.known is None and replay.kind != "drawn":
         raise ValueError("has no effect with one task; give known, rows of what the start model knows")
     if replay.known is not None and is_url(replay.known):
         raise ValueError(f"known: {replay.known}: must be local")
-    for name in OF_TEACHER:
-        taught = [task.name for task in settings.tasks if name in settings.train_options(task)]
-        if replay.teacher_weight is not None and taught:
-            raise ValueError(f"teacher_weight: train of {', '.join(taught)} has a {name}, too; give one")
     if replay.kind == "own-answers":
         check_program("generate", settings.generate)
         if settings.generate.get("engine") == "openai":

@@ -136,7 +136,9 @@ def choose_tokenizer(
             " tokenize the data again with process_data.py and this model"
         )
     for path, other in known.items():
-        if other.get("tokenizer_fingerprint") != sidecar.get("tokenizer_fingerprint"):
+        # Of samples that the model has drawn (--keep self) the ids are its own, which the vocabulary extends.
+        maker = fingerprint_tokenizer(model_tokenizer if "drawn_with" in other else tokenizer)
+        if other.get("tokenizer_fingerprint") != maker:
             raise ValueError(
                 f"{path} was made with a different tokenizer than {data_path}: tokenize both with process_data.py and"
                 " this model, with the same --chat-template and --add-special-tokens"

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
 from mini_trainer.data.stores.contents import fingerprint_file
 from mini_trainer.data.stores.disk import hash_json
@@ -22,12 +21,11 @@ if TYPE_CHECKING:
 CONFIG_FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 
 
-def fingerprint_model(model_name_or_path: str) -> str:
+def fingerprint_model(model_dir: str) -> str:
     """SHA-256 of a model's config and weight files (`fingerprint_file`), independent of their location."""
-    config_path = Path(cached_file(model_name_or_path, "config.json"))
-    config = read_document(config_path)
+    config = read_document(Path(model_dir, "config.json"))
     config.pop("transformers_version", None)
-    weights = {path.name: fingerprint_file(path) for path in config_path.parent.glob("*.safetensors")}
+    weights = {path.name: fingerprint_file(path) for path in Path(model_dir).glob("*.safetensors")}
     return hash_json([config, weights])
 
 

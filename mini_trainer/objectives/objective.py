@@ -27,7 +27,7 @@ from mini_trainer.objectives.families.family import (
     RowModel,
     Targets,
 )
-from mini_trainer.options import ClassificationOptions, PreferenceOptions, TeacherOptions, VisionOptions
+from mini_trainer.options import ClassificationOptions, KeepOptions, PreferenceOptions, TeacherOptions, VisionOptions
 from mini_trainer.options.doors import open_door
 from mini_trainer.options.objectives import ALL_OBJECTIVES, OBJECTIVES
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from mini_trainer.distributed.compilation import Compiled
 
 
-SELF = "self"  # as a teacher: the model as the run starts
 TARGETS, TOKENS = "targets", "tokens"  # divisors of sums over the global batch: see `Objective.weigh`
 
 
@@ -47,6 +46,7 @@ class ObjectiveSettings:
     vision: VisionOptions = field(default_factory=VisionOptions)
     preference: PreferenceOptions = field(default_factory=PreferenceOptions)
     teacher: TeacherOptions = field(default_factory=TeacherOptions)
+    keep: KeepOptions = field(default_factory=KeepOptions)
     router_aux_loss: float | None = None
     router_loss_over: str = "sequence"
     head_seed: int | None = None  # of a classifier's head that the model's files do not have; None: they must have it
@@ -118,23 +118,6 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class TeacherModel:
-    """A model that reads each micro-batch first, as `RowModel.teacher`."""
-
-    name: str  # or SELF
-
-
-@dataclass(frozen=True)
-class TeacherScores:
-    """A teacher's scores in files next to the data."""
-
-    name: str
-    needs: Callable[[int], bool]  # whether the training set of this index has to have a file
-    # The objective for data whose files have these sidecars; ValueError if they do not fit.
-    complete: "Callable[[Sequence[Mapping[str, Any]]], Objective]"
-
-
-@dataclass(frozen=True)
 class Objective(ABC):
     """A training objective: which model learns, from which samples, by which loss."""
 
@@ -158,9 +141,13 @@ class Objective(ABC):
         return None
 
     @property
-    def teacher(self) -> TeacherModel | TeacherScores | None:
-        """Who teaches it, if anybody does."""
+    def teacher_scores(self) -> str | None:
+        """Name of a teacher's files next to the data, from which `with_scores` makes the objective; None without."""
         return None
+
+    def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Objective":
+        """The objective for data whose files have these sidecars; ValueError if they do not fit."""
+        raise NotImplementedError
 
     # How it is made.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mini_trainer.objectives import next_tokens
 from mini_trainer.objectives.families.family import MicroBatch
@@ -22,37 +22,37 @@ from mini_trainer.objectives.objective import Scores
 SOFT_COLUMN = "soft_targets"  # of samples: records (trained tokens,) of `make_record_type`
 
 
-def make_record_type(top_k: int) -> np.dtype:
-    """A token's record: probabilities as -log q in half precision, which keeps three digits of even the smallest."""
-    return np.dtype([("ids", "<i4", (top_k,)), ("nll", "<f2", (top_k,)), ("tail", "<f2"), ("target", "<f2")])
+HALF, SINGLE = "<f2", "<f4"  # half precision keeps three digits of even the smallest probability
+
+
+def make_record_type(top_k: int, number: str = HALF) -> np.dtype:
+    """A token's record: probabilities as -log q."""
+    return np.dtype([("ids", "<i4", (top_k,)), ("nll", number, (top_k,)), ("tail", number), ("target", number)])
 
 
 @dataclass
 class SoftTargets:
-    """The records of a micro-batch's trained tokens."""
+    """What records say of a micro-batch's trained tokens, or of a chunk's."""
 
-    ids: Tensor  # (N, K) int32
+    ids: Tensor  # (N, K) int64
     log_q: Tensor  # (N, K + 1) fp32: of the K tokens and of all others together; sums to 1
-    log_q_target: Tensor  # (N, 1) fp32
 
     def slice(self, part: slice) -> "SoftTargets":
-        return SoftTargets(self.ids[part], self.log_q[part], self.log_q_target[part])
+        return SoftTargets(self.ids[part], self.log_q[part])
 
 
 def read_records(records: Sequence[np.ndarray]) -> SoftTargets:
     """The samples' records as tensors; the rounding error of the sum of probabilities is corrected."""
     joined = np.concatenate(records)
     nll = np.concatenate([joined["nll"], joined["tail"][:, None]], axis=1).astype(np.float32)
-    return SoftTargets(
-        torch.from_numpy(joined["ids"].astype(np.int32)),
-        torch.from_numpy(-nll).log_softmax(dim=1),
-        torch.from_numpy(-joined["target"].astype(np.float32))[:, None],
-    )
+    return SoftTargets(torch.from_numpy(joined["ids"].astype(np.int64)), torch.from_numpy(-nll).log_softmax(dim=1))
 
 
-def make_records(ids: np.ndarray, nll: np.ndarray, tail: np.ndarray, target: np.ndarray) -> np.ndarray:  # (N,)
+def make_records(
+    ids: np.ndarray, nll: np.ndarray, tail: np.ndarray, target: np.ndarray, *, number: str = HALF
+) -> np.ndarray:  # (N,)
     """Records of N tokens: ids and -log q of the most probable ones (N, K), -log q of the rest and the target (N,)."""
-    records = np.empty(len(ids), make_record_type(ids.shape[1]))
+    records = np.empty(len(ids), make_record_type(ids.shape[1], number))
     records["ids"], records["nll"], records["tail"], records["target"] = ids, nll, tail, target
     return records
 
@@ -69,7 +69,7 @@ class TopTokenLoss(next_tokens.TokenLoss):
 
     top_k: int = 1
     temperature: float = 1.0
-    num_ids: int = 0  # of the tokenizer: rows of the head beyond them are padding
+    num_ids: int | None = 0  # of the tokenizer: rows of the head beyond them are padding; None: all are compared
 
     def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
         """Sums: nothing. Predictions: the K ids, their -log q, that of all others together, and the target's."""
@@ -104,21 +104,13 @@ class TopTokens(next_tokens.CausalLM):
 
     def read_predictions(self, predictions: np.ndarray) -> np.ndarray:  # (N, 2 + 2K + 2) -> (N,)
         """A file's records of the targets, from `Scores.predictions` of all ranks."""
-        ids, nll, rest = np.split(predictions[:, 2:], [self.top_k, 2 * self.top_k], axis=1)
-        return make_records(ids, nll, *rest.T)
+        return read_top(predictions, self.top_k)
 
 
-# A target outside of the K tokens that holds more of the others' probability than this leaves none to the rest: below,
-# the difference is rounding of the file's half precision.
-MOST_OF_TAIL = 1 - 1e-3
-
-
-class Top(NamedTuple):
-    """A teacher's probabilities of a chunk's tokens, from its file."""
-
-    ids: Tensor  # (R, K) int64
-    log_q: Tensor  # (R, K + 1), of the K tokens and of all others together; sums to 1
-    log_q_target: Tensor  # (R, 1)
+def read_top(predictions: np.ndarray, top_k: int, *, number: str = HALF) -> np.ndarray:  # (N, 2 + 2K + 2) -> (N,)
+    """Records of the targets, from the predictions of `TopTokenLoss`."""
+    ids, nll, rest = np.split(predictions[:, 2:], [top_k, 2 * top_k], axis=1)
+    return make_records(ids, nll, *rest.T, number=number)
 
 
 class Divergence(NamedTuple):
@@ -126,68 +118,29 @@ class Divergence(NamedTuple):
     d_logits: Tensor  # (R, V)
 
 
-@dataclass(frozen=True)
-class FromTop:
-    """KL(q || p) over the K tokens and one bucket for all others. With the target left out of both, which are
-    renormalised (arXiv 2605.29498), the target itself can be learned, and everything else is kept."""
-
-    leaves_target_out: bool = False
-
-    def __call__(self, logits: Tensor, target: Tensor, top: Top) -> Divergence:  # (R, V), (R, 1)
-        return self.diverge_within(logits.log_softmax(dim=1), target, top)
-
-    def diverge_within(
-        self, log_p: Tensor, target: Tensor, top: Top, *, share: float | Tensor = 0.0, scale: float | Tensor = 1.0
-    ) -> Divergence:
-        """The divergence, and share * p + scale * its derivatives in place of `log_p`, so that a cross-entropy's
-        derivatives need no memory of their own. `share` and `scale` are numbers, or (R, 1). The student's probability
-        of all others counts as no less than the smallest normal number."""
-        log_named = log_p.gather(1, top.ids)
-        p = log_p.exp_()
-        p_named, p_target = p.gather(1, top.ids), p.gather(1, target)
-        p.scatter_(1, top.ids, 0)
-        if self.leaves_target_out:
-            p.scatter_(1, target, 0)
-            top = leave_target_out(top, target)
-        p_others = p.sum(dim=1, keepdim=True).clamp_(min=torch.finfo(p.dtype).tiny)
-        log_q, log_buckets = top.log_q, torch.cat([log_named, p_others.log()], dim=1)
-        if self.leaves_target_out:
-            is_target = nn.functional.pad(top.ids == target, (0, 1))
-            log_q, log_buckets = (
-                log.masked_fill(is_target, -torch.inf).log_softmax(dim=1) for log in (log_q, log_buckets)
-            )
-        q = log_q.exp()
-        d_buckets = log_buckets.exp() - q
-        p.mul_(share + scale * d_buckets[:, -1:] / p_others)  # the others share their bucket's as they share its p
-        if self.leaves_target_out:
-            p.scatter_(1, target, share * p_target)
-        p.scatter_(1, top.ids, share * p_named + scale * d_buckets[:, :-1])
-        return Divergence(weigh_logs(q, log_q - log_buckets), p)
+def diverge_from_top(log_p: Tensor, soft: SoftTargets, *, share: float = 0.0, scale: float = 1.0) -> Divergence:
+    """KL(q || p) over the K tokens and one bucket for all others; and share * p + scale * its derivatives in place of
+    `log_p` (R, V), so that a cross-entropy's derivatives need no memory of their own. The student's probability of all
+    others counts as no less than the smallest normal number."""
+    log_named = log_p.gather(1, soft.ids)
+    p = log_p.exp_()
+    p_named = p.gather(1, soft.ids)
+    p_others = p.scatter_(1, soft.ids, 0).sum(dim=1, keepdim=True).clamp_(min=torch.finfo(p.dtype).tiny)
+    q, log_buckets = soft.log_q.exp(), torch.cat([log_named, p_others.log()], dim=1)
+    d_buckets = log_buckets.exp() - q
+    p.mul_(share + scale * d_buckets[:, -1:] / p_others)  # the others share their bucket's as they share its p
+    p.scatter_(1, soft.ids, share * p_named + scale * d_buckets[:, :-1])
+    return Divergence(weigh_logs(q, soft.log_q - log_buckets), p)
 
 
-def leave_target_out(top: Top, target: Tensor) -> Top:
-    """The file's others without a target that is one of them."""
-    log_others = top.log_q[:, -1:]
-    share = (top.log_q_target - log_others).exp()
-    without = log_others + torch.log1p(-share.clamp(max=MOST_OF_TAIL))
-    without = without.masked_fill(share > MOST_OF_TAIL, -torch.inf)
-    is_named = (top.ids == target).any(dim=1, keepdim=True)
-    return top._replace(log_q=torch.cat([top.log_q[:, :-1], torch.where(is_named, log_others, without)], dim=1))
-
-
-def diverge_forward(logits: Tensor, target: Tensor, teacher: Tensor) -> Divergence:  # (R, V), (R, 1), (R, V) logits
+def diverge_forward(logits: Tensor, teacher: Tensor) -> Divergence:  # (R, V) each
     """KL(q || p) over the whole vocabulary."""
     log_p, log_q = logits.log_softmax(dim=1), teacher.log_softmax(dim=1)
     q = log_q.exp()
     return Divergence(weigh_logs(q, log_q.sub_(log_p)), log_p.exp_().sub_(q))
 
 
-def diverge_forward_beside_target(logits: Tensor, target: Tensor, teacher: Tensor) -> Divergence:
-    """`diverge_forward` with the target left out of both (arXiv 2605.29498)."""
-    return diverge_forward(leave_out(logits, target), target, leave_out(teacher, target))
-
-
-def diverge_in_reverse(logits: Tensor, target: Tensor, teacher: Tensor) -> Divergence:
+def diverge_in_reverse(logits: Tensor, teacher: Tensor) -> Divergence:
     """KL(p || q) over the whole vocabulary (MiniLLM, arXiv 2306.08543)."""
     log_p = logits.log_softmax(dim=1)
     p, ratio = log_p.exp(), log_p - teacher.log_softmax(dim=1)
@@ -195,7 +148,7 @@ def diverge_in_reverse(logits: Tensor, target: Tensor, teacher: Tensor) -> Diver
     return Divergence(values, p.mul_(ratio.sub_(values)))
 
 
-def diverge_jensen_shannon(logits: Tensor, target: Tensor, teacher: Tensor) -> Divergence:
+def diverge_jensen_shannon(logits: Tensor, teacher: Tensor) -> Divergence:
     """(KL(q || m) + KL(p || m)) / 2 with m = (p + q) / 2 (GKD, arXiv 2306.13649, equation 1 with beta 1/2)."""
     log_p, log_q = logits.log_softmax(dim=1), teacher.log_softmax(dim=1)
     log_m = torch.logaddexp(log_p, log_q).sub_(math.log(2))
@@ -208,10 +161,3 @@ def diverge_jensen_shannon(logits: Tensor, target: Tensor, teacher: Tensor) -> D
 def weigh_logs(weights: Tensor, logs: Tensor) -> Tensor:  # (R, n) each -> (R, 1)
     """The sum of weights * logs, in which a weight of 0 counts 0; `logs` become 0 there."""
     return (weights * logs.masked_fill_(weights == 0, 0)).sum(dim=1, keepdim=True)
-
-
-def leave_out(logits: Tensor, target: Tensor) -> Tensor:
-    return logits.scatter(1, target, -torch.inf)
-
-
-FORWARD_WITHIN_TOP, FORWARD_BESIDE_TARGET = FromTop(), FromTop(leaves_target_out=True)

@@ -1,8 +1,7 @@
 """Learning from a teacher: cross-entropy and a divergence from the teacher's next-token distributions.
 
 (1 - w) * cross-entropy + w * T^2 * D(q, p), with w --teacher-weight and p and q at temperature T (arXiv 1503.02531).
-q is read from a file of the teacher's most probable tokens, or computed by a teacher that reads the same row, or one
-with the same trained tokens after other prompts.
+q is read from a file of the teacher's most probable tokens, or computed by a teacher that reads the same row.
 N trained tokens, K tokens that a file names of each, V vocabulary size.
 """
 
@@ -24,20 +23,15 @@ from mini_trainer.objectives.families.family import Family, MicroBatch, Referenc
 from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.next_tokens import CHUNK_BYTES, CausalLM, NextTokens, TokenLoss, TrainedTokens
 from mini_trainer.objectives.objective import (
-    SELF,
     TARGETS,
     LossSums,
     ObjectiveSettings,
     Scores,
-    TeacherModel,
-    TeacherScores,
 )
-from mini_trainer.objectives.soft_targets import SOFT_COLUMN, Divergence, SoftTargets, Top, read_records
-from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
+from mini_trainer.objectives.soft_targets import SOFT_COLUMN, Divergence, SoftTargets, diverge_from_top, read_records
+from mini_trainer.options.doors import DIVERGENCES
 
-# Looked up in compiled code, which cannot import.
-DIVERGENCES_FROM_TOP, DIVERGENCES_FROM_LOGITS = dict(FROM_TOP), dict(FROM_LOGITS)
-SEEN_COLUMN = "seen"  # of samples: the row, itself a sample, that a teacher reads instead
+DIVERGE = dict(DIVERGENCES)  # looked up in compiled code, which cannot import
 DEFAULT_TOP_K = 32
 VALUES = ("loss", "cross_entropy", "teacher_kl", "teacher_tail", "teacher_agreement")  # of a token
 NUM_VALUES = len(VALUES) + 1  # and 1 if the token has a teacher, which the last three are means over
@@ -47,19 +41,9 @@ NUM_VALUES = len(VALUES) + 1  # and 1 if the token has a teacher, which the last
 class Terms:
     """The weights of the loss's two terms."""
 
-    weight: float | Tensor  # of the divergence, the cross-entropy has the rest; or one of each row (rows, 1)
-    divergence: str  # a key of FROM_TOP or FROM_LOGITS
+    weight: float  # of the divergence; the cross-entropy has the rest
+    divergence: str  # a key of DIVERGENCES; of files forward-kl
     temperature: float = 1.0
-    by_source: tuple[float, ...] = ()  # weights of data sets that have different ones; `weight` is then the largest
-
-    def weigh_rows(self, targets: NextTokens) -> Tensor | None:  # (N, 1)
-        """The weight of each target; None if it is `weight`."""
-        if not self.by_source or targets.sources is None:  # no sources: a check's row, or one without targets
-            return None
-        weights = torch.zeros(len(targets.sources), 1, device=targets.sources.device)
-        for source, weight in enumerate(self.by_source):
-            weights.masked_fill_(targets.sources[:, None] == source, weight)
-        return weights
 
 
 @dataclass
@@ -67,7 +51,6 @@ class TaughtTargets(NextTokens):
     """Next tokens, and the teacher's distributions for them."""
 
     soft: SoftTargets | None = None  # from a file
-    seen: MicroBatch | None = None  # the teacher's own rows: the same trained tokens after other prompts
     teacher: TrainedTokens | None = None  # for a teacher that reads: the inputs of its logits
 
     def take_part(self, part: slice) -> "TaughtTargets":
@@ -88,65 +71,56 @@ def measure_taught_chunk(
     target: Tensor,  # (rows, 1)
     token_weights: Tensor | None,  # (rows, 1)
     softcap: float | None,
-    teacher: Top | Tensor,  # of a file, or logits (rows, V')
+    teacher: SoftTargets | Tensor,  # of a file, or logits (rows, V')
     terms: Terms,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """VALUES and 1 with a teacher (rows, NUM_VALUES), the loss's derivatives by the logits (rows, V) in their type, and
     by the bias (V,). Computes in fp32, or in fp64 for logits in fp64. Vocabularies that differ in padding are compared
-    on their common part. Rows with a weight of 0 of their own have no teacher."""
+    on their common part."""
     dtype, weight, temperature = logits.dtype, terms.weight, terms.temperature
     logits = logits.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    has_own_weights = isinstance(weight, Tensor)
-    weight = weight.to(logits.dtype) if has_own_weights else weight
     if softcap is not None:
         logits = (logits / softcap).tanh_().mul_(softcap)
-    shares_softmax = temperature == 1 and isinstance(teacher, Top)
-    divergence = None if shares_softmax else compare(logits, target, teacher, terms)  # frees its copies first
+    shares_softmax = temperature == 1 and isinstance(teacher, SoftTargets)
+    divergence = None if shares_softmax else compare(logits, teacher, terms)  # frees its copies first
     log_probs = logits.log_softmax(dim=1)
     cross_entropy, (tail, agrees) = -log_probs.gather(1, target), describe_teacher(teacher, log_probs)
     if shares_softmax:
-        diverge = DIVERGENCES_FROM_TOP[terms.divergence].diverge_within
-        divergence = diverge(log_probs, target, teacher, share=1 - weight, scale=weight)
+        divergence = diverge_from_top(log_probs, teacher, share=1 - weight, scale=weight)
         d_logits = divergence.d_logits
     else:
         d_logits = log_probs.exp_().mul_(1 - weight)
-        compared, scale = d_logits[:, : divergence.d_logits.shape[1]], weight * temperature
-        if has_own_weights:
-            compared.addcmul_(divergence.d_logits, scale)
-        else:
-            compared.add_(divergence.d_logits, alpha=scale)
-    at_target = weight - 1 if has_own_weights else d_logits.new_full((), weight - 1).expand_as(target)
-    d_logits.scatter_add_(1, target, at_target)
+        compared = d_logits[:, : divergence.d_logits.shape[1]]
+        compared.add_(divergence.d_logits, alpha=weight * temperature)
+    d_logits.scatter_add_(1, target, d_logits.new_full((), weight - 1).expand_as(target))
     if softcap is not None:
         d_logits.mul_(1 - (logits / softcap).square_())  # tanh' of the capped logits
     losses = (1 - weight) * cross_entropy + weight * temperature**2 * divergence.values
     values = torch.cat([losses, cross_entropy, divergence.values], dim=1)
     if token_weights is not None:
         values, d_logits = values * token_weights, d_logits.mul_(token_weights)
-    is_taught = weight > 0 if has_own_weights else torch.ones_like(agrees)
-    values = torch.cat([values, *(part.to(values.dtype) for part in (tail, agrees, is_taught))], dim=1)
-    if has_own_weights:
-        values[:, 2:].mul_(is_taught)
+    said = tail, agrees, torch.ones_like(agrees)
+    values = torch.cat([values, *(part.to(values.dtype) for part in said)], dim=1)
     return values, d_logits.to(dtype), d_logits.sum(0) if needs_bias else None
 
 
-def compare(logits: Tensor, target: Tensor, teacher: Top | Tensor, terms: Terms) -> Divergence:
+def compare(logits: Tensor, teacher: SoftTargets | Tensor, terms: Terms) -> Divergence:
     """The divergence at the terms' temperature."""
-    if isinstance(teacher, Top):
-        return DIVERGENCES_FROM_TOP[terms.divergence](temper(logits, terms), target, teacher)
+    if isinstance(teacher, SoftTargets):
+        return diverge_from_top(temper(logits, terms).log_softmax(dim=1), teacher)
     width = min(logits.shape[1], teacher.shape[1])
     teacher = temper(teacher[:, :width].to(logits.dtype), terms)
-    return DIVERGENCES_FROM_LOGITS[terms.divergence](temper(logits[:, :width], terms), target, teacher)
+    return DIVERGE[terms.divergence](temper(logits[:, :width], terms), teacher)
 
 
 def temper(logits: Tensor, terms: Terms) -> Tensor:
     return logits if terms.temperature == 1 else logits / terms.temperature
 
 
-def describe_teacher(teacher: Top | Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:  # -> (rows, 1) each
+def describe_teacher(teacher: SoftTargets | Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:  # -> (rows, 1) each
     """The teacher's probability of tokens that a file does not name, and whether its likeliest token is the model's."""
-    if isinstance(teacher, Top):
+    if isinstance(teacher, SoftTargets):
         tail, best = teacher.log_q[:, -1:].exp(), teacher.ids[:, :1]
     else:
         best = teacher[:, : log_probs.shape[1]].argmax(dim=1, keepdim=True)
@@ -166,21 +140,18 @@ class TaughtChunk:
     tokens: TrainedTokens
     targets: TaughtTargets
     terms: Terms
-    weights: Tensor | None  # (N, 1), of each token in place of the terms'
     is_fused: bool = False
 
     def __call__(self, logits: Tensor, chunk: slice, needs_bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens, teacher = self.tokens, self.read_teacher(chunk)
         measure = fuse_taught_chunk() if self.is_fused and len(logits) > 1 else measure_taught_chunk
         weights = None if tokens.token_weights is None else tokens.token_weights[chunk, None]
-        terms = self.terms if self.weights is None else replace(self.terms, weight=self.weights[chunk])
-        return measure(logits, tokens.targets[chunk, None], weights, tokens.softcap, teacher, terms, needs_bias)
+        return measure(logits, tokens.targets[chunk, None], weights, tokens.softcap, teacher, self.terms, needs_bias)
 
-    def read_teacher(self, chunk: slice) -> Top | Tensor:
+    def read_teacher(self, chunk: slice) -> SoftTargets | Tensor:
         """The chunk's part of a file's scores, or the teacher's logits."""
         if self.targets.soft is not None:
-            soft = self.targets.soft.slice(chunk)
-            return Top(soft.ids.long(), soft.log_q, soft.log_q_target)
+            return self.targets.soft.slice(chunk)
         return next_tokens.compute_logits(self.targets.teacher, chunk)
 
 
@@ -194,26 +165,23 @@ class TaughtLoss(TokenLoss):
     def prepare(self, row_model: TextRowModel, micro_batch: MicroBatch) -> MicroBatch:
         if not self.is_online:
             return micro_batch
-        targets = micro_batch.targets
-        tokens = row_model.teacher.read(micro_batch if targets.seen is None else targets.seen, self.read)
-        if len(tokens.targets) < len(targets.index):  # validation data, of which the teacher has no rows
-            return micro_batch
-        return micro_batch.replace(targets=replace(targets, teacher=tokens))  # pyrefly: ignore[unexpected-keyword]
+        tokens = row_model.teacher.read(micro_batch, self.read)
+        targets = replace(micro_batch.targets, teacher=tokens)  # pyrefly: ignore[unexpected-keyword]
+        return micro_batch.replace(targets=targets)
 
     def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         targets = micro_batch.targets
         if targets.soft is None and targets.teacher is None:
             sums = super().sum(predicted, micro_batch, shared=shared)
             return sums._replace(loss=(1 - self.terms.weight) * sums.loss)
-        return self.sum_taught(predicted, targets, weights=self.terms.weigh_rows(targets))
+        return self.sum_taught(predicted, targets)
 
-    def sum_taught(self, tokens: TrainedTokens, targets: TaughtTargets, *, weights: Tensor | None = None) -> LossSums:
-        measure = TaughtChunk(tokens, targets, self.terms, weights, self.is_fused)
+    def sum_taught(self, tokens: TrainedTokens, targets: TaughtTargets) -> LossSums:
+        measure = TaughtChunk(tokens, targets, self.terms, self.is_fused)
         return self.sum_by_source(targets, tokens, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
 
     def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
-        """The scores of a language model, VALUES, and the number of targets that have a teacher.
-        The weights of data sets are of those that train: here all targets count."""
+        """The scores of a language model, VALUES, and the number of targets that have a teacher."""
         tokens, targets = self.read(row_model, micro_batch), micro_batch.targets
         scores = self.score_sources(tokens, targets)
         taught = scores.new_zeros(len(scores), NUM_VALUES)
@@ -224,9 +192,7 @@ class TaughtLoss(TokenLoss):
     def sum_own(self, own: ReferenceForward, targets: TaughtTargets) -> Tensor:
         if targets.soft is None:
             return (1 - self.terms.weight) * super().sum_own(own, targets)
-        logits, labels = own.logits[0, targets.index].float(), targets.labels[targets.index]
-        top = Top(targets.soft.ids.long(), targets.soft.log_q, targets.soft.log_q_target)
-        divergence = compare(logits, labels[:, None], top, self.terms)
+        divergence = compare(own.logits[0, targets.index].float(), targets.soft, self.terms)
         return (1 - self.terms.weight) * super().sum_own(own, targets) + (
             self.terms.weight * self.terms.temperature**2 * divergence.values.sum()
         )
@@ -239,51 +205,29 @@ class Taught(CausalLM):
     terms: Terms = field(default_factory=lambda: Terms(0.5, "forward-kl"))
     top_k: int | None = None  # tokens that the files name of each; None: the teacher reads the row
     scores_name: str | None = None
-    teacher_model: str | None = None
-    reads_beside: bool = False  # the teacher reads other rows: SEEN_COLUMN of the samples
     teacher_title: str = "a teacher"
 
     metrics = CausalLM.metrics | {"teacher_kl": False}
 
     @classmethod
     def make(cls, settings: ObjectiveSettings, family: Family, task: DataTask, count: CountLabels | None) -> Self:
-        o, weights = settings.teacher, settings.teacher.teacher_weight
-        by_source = weights if len(set(weights)) > 1 else ()
-        terms = Terms(max(weights), o.teacher_divergence, o.teacher_temperature, by_source)
+        o = settings.teacher
+        terms = Terms(o.teacher_weight, o.teacher_divergence, o.teacher_temperature)
         if o.teacher_model is None:
             return cls(family, terms=terms, top_k=DEFAULT_TOP_K, scores_name=o.teacher_scores)
-        name = o.teacher_model
-        title = "its start as teacher" if name == SELF else f"teacher {name_model(name)}"
-        reads_beside = len(o.teacher_data) > 0
-        return cls(family, terms=terms, teacher_model=name, reads_beside=reads_beside, teacher_title=title)
+        return cls(family, terms=terms, teacher_title=f"teacher {name_model(o.teacher_model)}")
 
     @property
     def title(self) -> str:
-        terms = self.terms
-        weights = ", ".join(f"{weight:g}" for weight in terms.by_source or (terms.weight,))
-        weight = f"weight{'s' if terms.by_source else ''} {weights}"
-        return (
-            f"{self.name} with {self.teacher_title} ({terms.divergence}, {weight}, temperature {terms.temperature:g})"
-        )
+        divergence, weight, temperature = self.terms.divergence, self.terms.weight, self.terms.temperature
+        return f"{self.name} with {self.teacher_title} ({divergence}, weight {weight:g}, temperature {temperature:g})"
 
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
-        """A teacher that reads other rows gets the same one."""
         sample = super().with_targets(sample, trainable, num_trained=num_trained)
-        if self.reads_beside:
-            return sample | {SEEN_COLUMN: sample}
         return sample if self.top_k is None else sample | {SOFT_COLUMN: self.make_even_records(sample["labels"])}
 
     def make_even_records(self, labels: np.ndarray) -> np.ndarray:
         return soft_targets.make_even_records(int(np.count_nonzero(labels[1:] != IGNORED)), self.top_k)
-
-    def pack(self, samples: Sequence[Sample], **options: Any) -> MicroBatch:
-        """With a second row for the teacher next to the samples: idle for validation data, which has none."""
-        micro_batch = super().pack(samples, **options)
-        if self.reads_beside:
-            idle = self.make_idle_sample()
-            seen = super().pack([sample.get(SEEN_COLUMN, idle) for sample in samples])
-            micro_batch.targets.seen = seen
-        return micro_batch
 
     def pack_targets(self, samples: Sequence[Sample], row: Row) -> TaughtTargets:
         """Validation data need not have records."""
@@ -294,11 +238,8 @@ class Taught(CausalLM):
         return TaughtTargets(**vars(targets), soft=soft)
 
     @property
-    def teacher(self) -> TeacherModel | TeacherScores:
-        if self.scores_name is None:
-            return TeacherModel(self.teacher_model)
-        weights = self.terms.by_source
-        return TeacherScores(self.scores_name, lambda source: not weights or weights[source] > 0, self.with_scores)
+    def teacher_scores(self) -> str | None:
+        return self.scores_name
 
     def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Taught":
         for name, wanted in (("temperature", self.terms.temperature), ("top_k", sidecars[0]["top_k"])):
@@ -308,14 +249,8 @@ class Taught(CausalLM):
                     f"--teacher-scores {self.scores_name}: made with other {name.replace('_', ' ')}s"
                     f" ({', '.join(map(str, found))}): all files, and --teacher-temperature, need the same"
                 )
-        top_k = sidecars[0]["top_k"]
-        if top_k == 1 and self.terms.divergence == "masked-kl":
-            raise ValueError(
-                f"--teacher-scores {self.scores_name}: name one token of each position, and masked-kl leaves it out"
-                " where it is the target: score the data with --top-k 2 or more"
-            )
         names = ", ".join(sorted({sidecar["teacher_name"] for sidecar in sidecars}))
-        return replace(self, top_k=top_k, teacher_title=f"teacher {names}")
+        return replace(self, top_k=sidecars[0]["top_k"], teacher_title=f"teacher {names}")
 
     def make_loss(self, *, is_fused: bool = False) -> TaughtLoss:
         return TaughtLoss(is_fused=is_fused, terms=self.terms, is_online=self.top_k is None)

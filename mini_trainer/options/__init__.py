@@ -35,6 +35,7 @@ from mini_trainer.options.fields import (
 )
 from mini_trainer.options.learning import (
     ClassificationOptions,
+    KeepOptions,
     LoRAOptions,
     ModelOptions,
     OptimizationOptions,
@@ -57,6 +58,7 @@ from mini_trainer.options.running import (
 )
 from mini_trainer.options.training import (
     PRESETS,
+    SELF,
     TrainOptions,
     fill_unset,
     list_data_sets,

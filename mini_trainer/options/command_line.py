@@ -13,8 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 from mini_trainer.distributed.command import describe_version, name_command
 from mini_trainer.distributed.ending import describe_error, exit_with_message, shorten_interrupts
@@ -28,7 +27,7 @@ from mini_trainer.options import (
     list_types,
     replace_options,
 )
-from mini_trainer.options.fields import flag_for, list_choices
+from mini_trainer.options.fields import flag_for, list_choices, list_parts
 from mini_trainer.options.places import choose_places
 from mini_trainer.options.problems.finding import find_problems
 from mini_trainer.options.reading import check_unicode
@@ -195,9 +194,7 @@ def refuse_unknown_words(words: list[str], options_class: type) -> None:
 
 def takes_choices_only(kind: Any) -> bool:
     """Whether the type has no value beside its choices but None, as `int | Literal["auto"]` has."""
-    if get_origin(kind) in (Union, UnionType):
-        return all(part is type(None) or takes_choices_only(part) for part in get_args(kind))
-    return get_origin(kind) is Literal or (get_origin(kind) is tuple and takes_choices_only(get_args(kind)[0]))
+    return all(get_origin(part) is Literal for part in list_parts(kind))
 
 
 def suggest(word: str, known: Iterable[str], *, most: int = 1) -> str:

@@ -61,17 +61,10 @@ WEIGHTINGS = Doors(
     eaft="mini_trainer.objectives.next_tokens:weigh_by_entropy",
 )
 
-# Divergences from a teacher: from a file of its K most probable tokens, and from its own logits.
-FROM_TOP = Doors(
-    {
-        "forward-kl": "mini_trainer.objectives.soft_targets:FORWARD_WITHIN_TOP",
-        "masked-kl": "mini_trainer.objectives.soft_targets:FORWARD_BESIDE_TARGET",
-    }
-)
-FROM_LOGITS = Doors(
+# Divergences from a teacher's logits. Files, of its K most probable tokens, have forward-kl of their own.
+DIVERGENCES = Doors(
     {
         "forward-kl": "mini_trainer.objectives.soft_targets:diverge_forward",
-        "masked-kl": "mini_trainer.objectives.soft_targets:diverge_forward_beside_target",
         "reverse-kl": "mini_trainer.objectives.soft_targets:diverge_in_reverse",
         "jsd": "mini_trainer.objectives.soft_targets:diverge_jensen_shannon",
     }
@@ -115,10 +108,6 @@ ENGINES = Doors(
     hf="mini_trainer.use.inference.hf_engine:HFEngine",
     vllm="mini_trainer.use.inference.vllm_engine:VLLMEngine",
     openai="mini_trainer.use.inference.openai_engine:OpenAIEngine",
-)
-SCORERS = Doors(
-    hf="mini_trainer.tools.score_data:LocalScorer",
-    openai="mini_trainer.tools.score_data:ServerScorer",
 )
 
 # Trainers whose configurations can be imported.

@@ -1,6 +1,7 @@
 """Access to options by name, in any group; their choices; and parsing of values given as text."""
 
 import dataclasses
+import inspect
 import json
 import math
 import re
@@ -43,8 +44,10 @@ class Facts:
             words = f"from {self.at_least:g} to {self.at_most:g}"
         return f"must be {words}" + ("; None turns it off" if turns_off else "")
 
-    def allows(self, value: float) -> bool:
-        """Whether a number is in the range."""
+    def allows(self, value: Any) -> bool:
+        """Whether a value is in the range, or no number, or there is no range."""
+        if self.at_least is self.above is None or not isinstance(value, int | float):
+            return True
         return (
             -math.inf < value < math.inf
             and (self.at_least is None or value >= self.at_least)
@@ -74,11 +77,19 @@ def list_groups(options_class: type) -> dict[str, type]:
     return {each.name: each.type for each in dataclasses.fields(options_class) if dataclasses.is_dataclass(each.type)}
 
 
+def list_fields(options_class: type) -> list[dataclasses.Field]:
+    """The fields of a class: its own options, those that it inherits, as other programs have them too, and groups."""
+    own = inspect.get_annotations(options_class)
+    return sorted(
+        dataclasses.fields(options_class), key=lambda each: (dataclasses.is_dataclass(each.type), each.name not in own)
+    )
+
+
 def iterate_fields(options_class: type) -> Iterator[tuple[dataclasses.Field, str | None]]:
     """Yields every option's field, in the order of --help, with the name of its group, if any."""
-    for entry in dataclasses.fields(options_class):
+    for entry in list_fields(options_class):
         if dataclasses.is_dataclass(entry.type):
-            yield from ((option, entry.name) for option in dataclasses.fields(entry.type))
+            yield from ((option, entry.name) for option in list_fields(entry.type))
         else:
             yield entry, None
 
@@ -271,16 +282,19 @@ def list_words(name: str, value: Any) -> list[str]:
 
 def list_choices(options_class: type) -> dict[str, tuple[str, ...]]:
     """Allowed values of each option that has a fixed set of them."""
-    found = {name: tuple(iterate_literals(kind)) for name, kind in list_types(options_class).items()}
-    return {name: values for name, values in found.items() if values}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, kind in list_types(options_class).items():
+        for part in list_parts(kind):
+            if get_origin(part) is Literal:
+                found[name] = (*found.get(name, ()), *get_args(part))
+    return found
 
 
-def iterate_literals(kind: Any) -> Iterator[str]:
-    if get_origin(kind) is Literal:
-        yield from get_args(kind)
-    elif get_origin(kind) in (Union, UnionType, tuple):
-        for part in get_args(kind):
-            yield from iterate_literals(part)
+def list_parts(kind: Any) -> list[Any]:
+    """The types, without None, of an option's one value, or of each of several."""
+    if get_origin(kind) in (Union, UnionType, tuple):
+        return [part for each in get_args(kind) for part in list_parts(each)]
+    return [] if kind in (type(None), ...) else [kind]
 
 
 def check_choices(options: Any) -> None:

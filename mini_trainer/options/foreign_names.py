@@ -66,7 +66,7 @@ SCHEDULE_ARGUMENTS = {  # of lr_scheduler_kwargs, by schedule
     "cosine_with_min_lr": {"min_lr": "min_lr_ratio", "min_lr_rate": "min_lr_ratio"},
     "cosine_with_restarts": {"num_cycles": "lr_shape"},
     "polynomial": {"power": "lr_shape", "lr_end": "min_lr_ratio"},
-    "warmup_stable_decay": {"num_decay_steps": "num_decay_steps", "min_lr_ratio": "min_lr_ratio"},
+    "warmup_stable_decay": {"num_decay_steps": "lr_shape", "min_lr_ratio": "min_lr_ratio"},
 }
 RATES = ("min_lr", "lr_end")  # of a schedule's arguments, those that are learning rates, not ratios of them
 ADAMW = "adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused paged_adamw_32bit paged_adamw"
@@ -179,7 +179,9 @@ TABLE = (
     Row("warmup_steps warmup_ratio lr_warmup_steps", "num_warmup_steps"),
     Row("lr_scheduler lr_scheduler_type lr_schedule scheduler", "lr_scheduler", SCHEDULES, decides=True),
     Row("lr_scheduler_kwargs",
-        reason="--min-lr-ratio, --lr-shape and --num-decay-steps shape the schedule"),
+        reason="--min-lr-ratio and --lr-shape shape the schedule"),
+    Row("num_decay_steps", "lr_shape"),
+    Row("ema_half_life tail_steps", "average_over"),
     Row("cosine_min_lr_ratio min_lr_rate", "min_lr_ratio"),
     Row("optim optimizer optimizer_type", "optimizer",
         OPTIMIZERS, decides=True, reason="only AdamW, with 32- or 8-bit moments, and muon"),
@@ -249,6 +251,8 @@ TABLE = (
         " grpo_* vllm", reason=ROLLOUTS, decides=True, of=ALL_FILES),
     Row("teacher_model teacher_model_name_or_path gkd_* kd_trainer kd_*", decides=True, of=ALL_FILES,
         reason="--teacher-model and --teacher-weight distil, which files of other trainers are not translated to"),
+    Row("teacher_data", reason="score-data lets a teacher read other rows; --teacher-scores names what it wrote",
+        decides=True),
     Row("export_dir infer_backend predict_with_generate merge_lora_only sampler_type",
         reason=NOT_TRAINING, decides=True),
     Row("process_reward_model ebft diffusion use_asft_loss", reason=NO_OBJECTIVE, decides=True),

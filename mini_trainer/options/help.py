@@ -11,14 +11,13 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from mini_trainer.distributed.command import name_command
 from mini_trainer.distributed.ending import exit_with_message
 from mini_trainer.distributed.messages import print_as_is
 from mini_trainer.options.answers import describe_unknown
-from mini_trainer.options.fields import flag_name, is_required, iterate_fields, list_groups, list_types
+from mini_trainer.options.fields import flag_name, is_required, iterate_fields, list_groups, list_parts, list_types
 
 ALONE = "general"  # options of no group, as a topic
 MOST_WIDTH, INDENT = 100, " " * 6
@@ -141,13 +140,11 @@ def name_values(option: dataclasses.Field, *, is_short: bool = False) -> str:
 
 
 def list_kinds(kind: Any) -> Iterator[str]:
-    if get_origin(kind) is Literal:
-        yield from map(str, get_args(kind))
-    elif get_origin(kind) in (Union, UnionType, tuple):
-        for part in get_args(kind):
-            yield from () if part in (type(None), ...) else list_kinds(part)
-    elif kind is not bool:
-        yield {int: "N", float: "X"}.get(kind, "TEXT")
+    for part in list_parts(kind):
+        if get_origin(part) is Literal:
+            yield from map(str, get_args(part))
+        elif part is not bool:
+            yield {int: "N", float: "X"}.get(part, "TEXT")
 
 
 def one_sentence(text: str) -> str:

@@ -10,6 +10,7 @@ from mini_trainer.options.places import USUAL
 
 MOST_RANK = 65_536  # of an adapter: wider than any layer that gets one
 SCHEDULES_WITH_END = tuple(doors.DECAYS)
+SHAPED_SCHEDULES = ("cosine_with_restarts", "polynomial", "wsd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +75,35 @@ class TeacherOptions:
     decides: ClassVar = "numbers"
     has_switch: ClassVar = True
 
-    teacher_weight: tuple[float, ...] = ()
-    """Weight of the divergence from the teacher, from 0 to 1, one for all rows or one for each --data-path; the
-    cross-entropy gets the rest. Default: no teacher."""
-    teacher_divergence: Literal[*dict.fromkeys((*doors.FROM_TOP, *doors.FROM_LOGITS))] = "forward-kl"
-    """forward-kl: KL(teacher || model); with files, all tokens outside their top k form one bucket. masked-kl: leaves
-    the target out, so that it can be learned while everything else is kept. reverse-kl and jsd need --teacher-model."""
+    teacher_weight: float | None = option(None, at_least=0, at_most=1)
+    """Weight of the divergence from the teacher, from 0 to 1; the cross-entropy gets the rest. Default: no teacher."""
+    teacher_divergence: Literal[*doors.DIVERGENCES] = "forward-kl"
+    """forward-kl: KL(teacher || model); with files, all tokens outside their top k form one bucket. reverse-kl
+    and jsd need --teacher-model."""
     teacher_temperature: float = option(1.0, above=0)
     """Temperature of both distributions; must be that of the files."""
     teacher_scores: str = option("teacher", is_path=True)
     """Name of the teacher's files next to the data sets, as given to score-data --name."""
     teacher_model: str | None = option(None, is_path=True)
-    """Directory or hub name of a teacher that reads each batch, instead of files; self: the model as it is at the start
-    of the run."""
-    teacher_data: tuple[str, ...] = option((), is_path=True, names_data=True)
-    """Data sets that the --teacher-model reads instead, one for each --data-path: rows with the same trained tokens
-    after other prompts, as in score-data. Their tokens count in --max-tokens-per-gpu."""
+    """Directory or hub name of a teacher that reads each batch, instead of files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepOptions:
+    """Keeping what the model knows (docs/tasks/keep_knowledge.md)."""
+
+    decides: ClassVar = "numbers"
+    has_switch: ClassVar = True
+
+    keep: tuple[str, ...] = option((), is_path=True, names_data=True)
+    """Samples of what the model knows, on which its next-token distributions stay as they are at the start while it
+    learns the others: data sets of process_data.py, or rows; self: samples that it has drawn (mini-trainer
+    draw-samples, which mini-trainer train runs)."""
+    keep_share: float = option(0.33, above=0, at_most=100)
+    """Such samples in each step, as a share of --batch-size, or their tokens as one of --batch-tokens; in addition to
+    these."""
+    keep_weight: float = option(1.0, above=0)
+    """Weight of KL(start || model), a mean over their trained tokens, which is added to the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +137,9 @@ class OptimizationOptions:
     """Shape of the learning rate after warm-up, as transformers defines them. wsd: warm-up, stable, decay."""
     schedule_steps: int | None = option(None, at_least=1)
     """Number of steps of the schedule, where several runs share it (--continue-from). Default: those of the run."""
-    lr_shape: float | None = option(None, above=0, only_with=("lr_scheduler", ("cosine_with_restarts", "polynomial")))
-    """cosine_with_restarts: number of cycles; polynomial: power of the decay. Default: 1, for polynomial."""
-    num_decay_steps: int | None = option(None, at_least=1, only_with=("lr_scheduler", ("wsd",)))
-    """wsd only: length of the final decay in steps. Default: 10 % of the run."""
+    lr_shape: float | None = option(None, above=0, only_with=("lr_scheduler", SHAPED_SCHEDULES))
+    """cosine_with_restarts: number of cycles; polynomial: power of the decay; wsd: number of steps of the final decay.
+    Default: 1; wsd: 10 % of the run."""
     min_lr_ratio: float | None = option(None, at_least=0, at_most=1, only_with=("lr_scheduler", SCHEDULES_WITH_END))
     """Final learning rate as a share of the peak, for schedules that decay. Default: 0."""
     weight_decay: float = option(0.0, at_least=0)
@@ -143,10 +156,9 @@ class OptimizationOptions:
     weight_average: Literal["none", "ema", "tail"] = "none"
     """Keep an fp32 average of the trained weights, and export it as average_NAME. ema: exponential, from the start,
     validated beside the model; tail: the mean of the weights after each of the last steps."""
-    ema_half_life: int | None = option(None, at_least=1, only_with=("weight_average", ("ema",)))
-    """ema only: number of samples after which a step's share in the average has halved."""
-    tail_steps: int | None = option(None, at_least=1, only_with=("weight_average", ("tail",)))
-    """tail only: number of last steps to average over."""
+    average_over: int | None = option(None, at_least=1, only_with=("weight_average", ("ema", "tail")))
+    """ema: number of samples after which a step's share in the average has halved; tail: number of last steps to
+    average over."""
     router_aux_loss: float | None = option(None, at_least=0)
     """Mixtures of experts: weight of the load-balancing loss (router_aux_loss_coef). Default: the model config's, or 0
     without output_router_logits."""
@@ -184,7 +196,7 @@ class OSFTOptions:
     """Directions to keep: the weights' singular vectors, for which no data are needed, or the principal directions of
     the layers' inputs on earlier tasks' data, with which less is forgotten."""
     osft_calibration_data: str | None = option(None, is_path=True, names_data=True)
-    """Tokenized data set of earlier tasks; a sample of it is read once."""
+    """Tokenized data set of earlier tasks, or self, as for --keep; a sample of it is read once."""
     osft_statistics: str | None = option(None, is_path=True)
     """File of the earlier tasks' statistics, instead of their data; those of --osft-calibration-data are added."""
     osft_keep_energy: float | None = option(None, above=0, at_most=1, only_with=("osft_basis", ("activations",)))

@@ -32,7 +32,7 @@ CLASSIFIER = ObjectiveFacts(
 OBJECTIVES: dict[str, ObjectiveFacts] = {
     "causal-lm": ObjectiveFacts(
         "mini_trainer.objectives.next_tokens:CausalLM",
-        options=("label_smoothing", "loss_weighting", "teacher_weight"),
+        options=("label_smoothing", "loss_weighting", "teacher_weight", "keep"),
     ),
     "sequence-classification": CLASSIFIER,
     "token-classification": replace(CLASSIFIER, place="mini_trainer.objectives.classes:TokenClassification"),
@@ -60,8 +60,9 @@ OBJECTIVES: dict[str, ObjectiveFacts] = {
 }
 
 # Objectives that follow from the data, or from other options.
-TAUGHT = "taught"
+TAUGHT, KEEPING = "taught", "keeping"
 ALL_OBJECTIVES = OBJECTIVES | {
     "vision-language": ObjectiveFacts("mini_trainer.objectives.next_tokens:VisionLanguage"),
     TAUGHT: ObjectiveFacts("mini_trainer.objectives.teachers:Taught", data="causal-lm"),
+    KEEPING: ObjectiveFacts("mini_trainer.objectives.keeping:Keeping", data="causal-lm"),
 }

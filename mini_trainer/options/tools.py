@@ -4,10 +4,38 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from mini_trainer.options.data import DATA_CACHE_DIR, RowOptions
-from mini_trainer.options.doors import DOUBTS, DTYPES, ENGINES, SCORERS, TEXT_FORMATS, TRAINERS
+from mini_trainer.options.doors import DOUBTS, DTYPES, ENGINES, TEXT_FORMATS, TRAINERS
 from mini_trainer.options.fields import option, parse_shard
 
 OF_SERVER = ("engine", ("openai",))
+
+# Options that several programs share, listed after a program's own.
+
+
+class WordOptions:
+    """A program whose required option is a word without a flag."""
+
+    takes_words: ClassVar = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions:
+    """An option file."""
+
+    config: str | None = None
+    """YAML file with any of these options; flags override it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """Models, and whether their files are trusted."""
+
+    model_revision: str | None = None
+    """Branch, tag or commit of a model on the hub. Default: its main branch."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
+    skip_verification: bool = False
+    """Use models and data sets without comparing their files to the hashes recorded when they were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +128,13 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+class GenerateOptions(ConfigOptions, ReadingOptions):
     """Generate from a model: prompts from files, or a chat in the terminal."""
 
     model: str
     """Directory of a model, an export or an adapter, or a name on the hub; openai: the model's name on the server."""
     adapter: str | None = None
     """Directory of a LoRA adapter for the model, in peft's format."""
-    model_revision: str | None = None
-    """Branch, tag or commit of a model on the hub. Default: its main branch."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
-    skip_verification: bool = False
-    """Use the model without comparing its files to the hashes recorded when they were written."""
     prompts: tuple[str, ...] = ()
     """Files or directories of prompts: rows as process_data.py reads them, or lines of text (.txt). Default: a chat in
     the terminal."""
@@ -120,14 +142,12 @@ class GenerateOptions:
     """File for the answers: .jsonl."""
     format: Literal[*TEXT_FORMATS] | None = option(None, needs="prompts")
     """Format of the rows. Default: detected for each row."""
-    config: str | None = None
-    """YAML file with any of these options; flags override it."""
     engines: EngineOptions = field(default_factory=EngineOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
+class EvaluateOptions(ConfigOptions, ReadingOptions):
     """Evaluate models side by side: losses on tokenized sets, answers to tasks, EleutherAI's harness."""
 
     output_dir: str
@@ -148,26 +168,41 @@ class EvaluateOptions:
     metrics: tuple[str, ...] = option((), needs="task")
     """Metrics of the answers: exact_match, first_line, normalised_match, contains, number, token_f1, label, rouge_1,
     rouge_2, rouge_l, bleu, chrf, edit_similarity. Default: those that suit the references."""
-    model_revision: str | None = None
-    """Branch, tag or commit of a model on the hub. Default: its main branch."""
-    trust_remote_code: bool = False
-    """Run code that comes with the models; for a model on the hub only with a commit as --model-revision."""
-    skip_verification: bool = False
-    """Use models and data sets without comparing their files to the hashes recorded when they were written."""
     format: Literal[*TEXT_FORMATS] | None = option(None, needs="task")
     """Format of the tasks' rows. Default: detected for each row."""
     max_tokens_per_gpu: int = option(8192, at_least=1)
     """Maximum number of tokens in a micro-batch of --data."""
     num_resamples: int = option(10_000, at_least=100)
     """Number of resamples of bootstrap intervals and permutation tests."""
-    config: str | None = None
-    """YAML file with any of these options; flags override it."""
     engines: EngineOptions = field(default_factory=EngineOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreDataOptions:
+class DrawSamplesOptions(ConfigOptions, ReadingOptions):
+    """Draw samples from a model, at temperature 1 and with nothing asked: what it knows, for train --keep self."""
+
+    model_name_or_path: str
+    """Directory of a model, or a name on the hub."""
+    output_file: str | None = None
+    """File for the samples, a data set: .jsonl. Default: in the cache, where train --keep self finds those that were
+    drawn with the defaults."""
+    num_samples: int = option(256, at_least=1)
+    """Number of samples: chats, with and without the system line of the model's chat template, and texts."""
+    max_new_tokens: int = option(128, at_least=2)
+    """Maximum number of tokens of a turn, or of a text."""
+    seed: int = 0
+    """Random seed. A sample depends on it and its own number, not on the rest of its batch."""
+    batch_size: int = option(64, at_least=1)
+    """Maximum number of samples drawn at once."""
+    dtype: Literal["auto", *DTYPES] = "auto"
+    """Data type of computation; auto: the stored weights' data type."""
+    data_cache_dir: str = DATA_CACHE_DIR
+    """Cache directory, as of train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreDataOptions(ConfigOptions, ReadingOptions):
     """Score tokenized data sets with a model: a teacher's most probable tokens."""
 
     model_name_or_path: str
@@ -190,29 +225,11 @@ class ScoreDataOptions:
     """Maximum number of tokens in a micro-batch."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of computation; auto: bfloat16 on a GPU, float32 on the CPU."""
-    model_revision: str | None = None
-    """Branch, tag or commit of a model on the hub. Default: its main branch."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
-    skip_verification: bool = False
-    """Use models and data sets without comparing their files to the hashes recorded when they were written."""
-    engine: Literal[*SCORERS] = "hf"
-    """hf: transformers, in this process or under torchrun; openai: a server that returns prompt_logprobs (vLLM)."""
-    base_url: str | None = option(None, only_with=OF_SERVER)
-    """openai: URL of the server, such as http://localhost:8000/v1."""
-    api_key_env: str = option("OPENAI_API_KEY", only_with=OF_SERVER)
-    """openai: environment variable with the API key; self-hosted servers often need none."""
-    concurrency: int = option(16, at_least=1, only_with=OF_SERVER)
-    """openai: number of concurrent requests."""
-    config: str | None = None
-    """YAML file with any of these options; flags override it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportRunOptions:
+class ExportRunOptions(WordOptions):
     """Export a model from the newest checkpoint of a run that was stopped."""
-
-    takes_words: ClassVar = True  # its required option has no flag
 
     run: str
     """Output directory of train.py."""
@@ -221,10 +238,8 @@ class ExportRunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(ReadingOptions, WordOptions):
     """Serve a model on this machine, with an OpenAI-compatible API."""
-
-    takes_words: ClassVar = True  # its required option has no flag
 
     model: str
     """Directory of a model, an export, an adapter (with vLLM) or a run, or a name on the hub."""
@@ -245,17 +260,13 @@ class ServeOptions:
     """Data type of computation; auto: the stored weights' data type."""
     engine_args: tuple[str, ...] = ()
     """Further arguments of the server, as NAME=VALUE by its own names: max_model_len=8192."""
-    model_revision: str | None = None
-    """Branch, tag or commit of a model on the hub. Default: its main branch."""
     trust_remote_code: bool = False
     """Run code that comes with the model, in vLLM only; for a model on the hub only with a commit as
     --model-revision."""
-    skip_verification: bool = False
-    """Use the model without comparing its files to the hashes recorded when they were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeAdapterOptions:
+class MergeAdapterOptions(ReadingOptions):
     """Merge a LoRA adapter into its base model's weights."""
 
     adapter: str
@@ -266,10 +277,6 @@ class MergeAdapterOptions:
     """The adapter's base model. Default: the one named in its config."""
     model_revision: str | None = None
     """Branch, tag or commit of a model on the hub. Default: the adapter's, or the main branch."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model; for a model on the hub only with a commit as --model-revision."""
-    skip_verification: bool = False
-    """Use the model and the adapter without comparing their files to the hashes recorded when they were written."""
     config: tuple[str, ...] = ()
     """YAML files with any of these options; later files override earlier ones, and flags override all. ${NAME} in a
     value is an environment variable: HOME, USER, SCRATCH, TMPDIR or SLURM_*."""
@@ -278,7 +285,7 @@ class MergeAdapterOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportGgufOptions:
+class ExportGgufOptions(ConfigOptions):
     """Write a model as one GGUF file for llama.cpp, Ollama and LM Studio."""
 
     model_name_or_path: str
@@ -292,15 +299,11 @@ class ExportGgufOptions:
     """Also write a Modelfile for `ollama create` into the output's folder, with stop tokens and sampling defaults."""
     skip_verification: bool = False
     """Use the model without comparing its files to the hashes recorded when they were written."""
-    config: str | None = None
-    """YAML file with any of these options; flags override it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportConfigOptions:
+class ImportConfigOptions(WordOptions):
     """Convert another trainer's configuration to files for process_data.py and train.py."""
-
-    takes_words: ClassVar = True  # its required option has no flag
 
     config_file: str
     """YAML file of Axolotl, LLaMA-Factory or TRL."""
@@ -313,10 +316,8 @@ class ImportConfigOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerifyOptions(WordOptions):
     """Compare stored files to the hashes recorded when they were written, or a reader's answers to the trainer's."""
-
-    takes_words: ClassVar = True  # its required option has no flag
 
     path: tuple[str, ...]
     """Data sets, scores, exports, checkpoints, runs, or directories that contain any of these."""
@@ -326,10 +327,8 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlotOptions:
+class PlotOptions(WordOptions):
     """Plot the curves of several training runs as an HTML page."""
-
-    takes_words: ClassVar = True  # its required option has no flag
 
     runs: tuple[str, ...]
     """Output directories of train.py, of finished or running runs."""
@@ -338,10 +337,8 @@ class PlotOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoardOptions:
+class BoardOptions(WordOptions):
     """Serve a live table of all runs in a directory, and their curves, on this machine, until Ctrl-C."""
-
-    takes_words: ClassVar = True  # its required option has no flag
 
     folder: tuple[str, ...]
     """A directory with output directories of train.py, at any depth."""
@@ -350,10 +347,8 @@ class BoardOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions:
+class SweepOptions(WordOptions):
     """Search hyperparameters: train with different options, and rank them by validation (docs/reference/sweeps.md)."""
-
-    takes_words: ClassVar = True  # its required option has no flag
 
     config_file: str
     """YAML file of the sweep."""
@@ -367,10 +362,8 @@ class SweepOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContinualOptions:
+class ContinualOptions(WordOptions):
     """Train on tasks one after the other, and measure what is learned and forgotten (docs/tasks/continual.md)."""
-
-    takes_words: ClassVar = True  # its required option has no flag
 
     paths: tuple[str, ...]
     """YAML file of the tasks; with --compare, output directories of experiments."""

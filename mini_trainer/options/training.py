@@ -10,6 +10,8 @@ from mini_trainer.options.data import DATA_CACHE_DIR, TRAINING_DATA, DataOptions
 from mini_trainer.options.fields import Options, flatten_options, iterate_fields, list_facts, option, replace_options
 from mini_trainer.options.urls import is_url
 
+SELF = "self"  # in place of a data set: the samples that the model has drawn
+
 # Values that presets set for options not given by flags or YAML.
 PRESETS: dict[str, dict[str, Any]] = {
     "sanity": {
@@ -47,7 +49,7 @@ class TrainOptions:
     the data, at most 100 steps; full: no changes."""
     data_cache_dir: str = option(DATA_CACHE_DIR, may_differ=True)
     """Cache directory for tokenized rows, by their content, and for copies of data sets at URLs. Must be visible to
-    every node, unless all data is named by --data-path and the like."""
+    every node, unless all data is named by --data-path and the like, without --keep."""
     skip_verification: bool = False
     """Use models, data sets and scores without comparing their files to the hashes recorded when they were written."""
     model: learning.ModelOptions
@@ -56,6 +58,7 @@ class TrainOptions:
     classification: learning.ClassificationOptions = field(default_factory=learning.ClassificationOptions)
     preference: learning.PreferenceOptions = field(default_factory=learning.PreferenceOptions)
     teacher: learning.TeacherOptions = field(default_factory=learning.TeacherOptions)
+    keep: learning.KeepOptions = field(default_factory=learning.KeepOptions)
     vision: learning.VisionOptions = field(default_factory=learning.VisionOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     optimization: learning.OptimizationOptions = field(default_factory=learning.OptimizationOptions)
@@ -104,10 +107,12 @@ def list_data_sets(options: TrainOptions) -> dict[str, tuple[str, ...]]:
 
 
 def names_raw_data(options: TrainOptions) -> bool:
-    """Whether the options name rows to tokenize, or data sets at URLs, in place of local data sets."""
-    rows = options.rows
-    paths = [path for paths in list_data_sets(options).values() for path in paths]
-    return bool(rows.input_file or rows.input_dataset or rows.mock_data) or any(map(is_url, paths))
+    """Whether the options may name rows to tokenize, a model's own samples, or data sets at URLs, in place of local
+    data sets."""
+    rows, named = options.rows, list_data_sets(options)
+    paths = [path for paths in named.values() for path in paths]
+    may_be_rows = any(not path.endswith(".arrow") for path in options.keep.keep) or SELF in paths
+    return bool(rows.input_file or rows.input_dataset or rows.mock_data) or may_be_rows or any(map(is_url, paths))
 
 
 def list_deciding_options(*kinds: str) -> list[str]:

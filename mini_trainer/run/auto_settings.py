@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -161,18 +161,19 @@ def extrapolate(probes: list[Probe], key: str, num_tokens: int) -> float:
     return getattr(last, key) + slope * (num_tokens - last.tokens)
 
 
-def count_useful_tokens(data: Mixture, batches: Iterator[np.ndarray], *, world_size: int) -> tuple[int, int]:
+def count_useful_tokens(inputs: RunInputs, start: RunPosition, *, world_size: int) -> tuple[int, int]:
     """Tokens of the longest sample, and those beyond which a larger micro-batch would not save one. Of the next
     `NUM_BATCHES` global batches the largest, dealt out evenly, and a sample more, since samples are whole."""
-    largest = max(int(data.sizes[rows].sum()) for rows in itertools.islice(batches, NUM_BATCHES))
-    longest = data.longest
-    return longest, min(largest, -(-largest // world_size) + longest)
+    batches = itertools.islice(inputs.draw_batches(start), NUM_BATCHES)
+    largest = max(int(inputs.data.lengths[rows].sum()) for rows in batches)
+    longest = inputs.longest_set.longest
+    return longest, max(longest, min(largest, -(-largest // world_size) + longest))
 
 
 def refuse_longest(data: Mixture, room: Room) -> str:
     """Error message if not even the longest sample fits, with advice."""
     longest = data.longest
-    path, row = data.locate(find_top_row(data.sizes, data.kept))
+    path, row = data.locate(find_top_row(data.lengths, data.kept))
     needed = extrapolate(room.probes, "bytes", longest)
     limit = int(needed - extrapolate(room.probes, "excess_bytes", longest))
     return (
@@ -321,7 +322,7 @@ def measure_auto_options(
     )
     num_sharing = count_sharing(world.row_group)
     num_rows = world.world_size // num_sharing
-    longest, most = count_useful_tokens(inputs.data, inputs.draw_batches(start), world_size=num_rows)
+    longest, most = count_useful_tokens(inputs, start, world_size=num_rows)
     chosen = dict(previous or {})
     is_known = all(chosen.get(key) == value for key, value in place.items())
     is_known = is_known and chosen.get("max_tokens_per_gpu", longest) * num_sharing >= longest
@@ -329,7 +330,7 @@ def measure_auto_options(
         if changed := [key for key, value in place.items() if previous and previous.get(key) != value]:
             log.info(f"auto: chosen again, since these changed: {', '.join(PLACE_WORDS[key] for key in changed)}")
         prober = Prober(state, inputs, options, progress=progress)
-        found = probe_settings(prober, options, inputs.data, most=most)
+        found = probe_settings(prober, options, inputs.longest_set, most=most)
         chosen = place | {name: found[name] for name in names}
         chosen |= dict(limit_bytes=prober.limit, seconds=found["seconds"], probes=prober.probes)
     else:  # what the prober would have done

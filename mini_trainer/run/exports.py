@@ -155,10 +155,10 @@ class Exports:
         """Why the run exported no average although it should have; otherwise None."""
         if self.first_averaged is None:
             return None
-        tail_steps = self.inputs.values["tail_steps"]
+        num_steps = self.inputs.values["average_over"]
         return (
             f"--weight-average tail: no average is exported, only the weights themselves: the run ended before the"
-            f" last {tail_steps:,} steps of its full length, which begin after step"
+            f" last {num_steps:,} steps of its full length, which begin after step"
             f" {self.first_averaged:,}. With --early-stopping-patience, use --weight-average ema"
         )
 

@@ -33,7 +33,7 @@ from mini_trainer.options import (
 from mini_trainer.run import record
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.file_names import PARAMS_FILE
-from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.inputs import TEACHER_MODEL, RunInputs
 
 
 def is_checkpoint_of(output_dir: Path, checkpoint: Path | None) -> bool:
@@ -158,15 +158,14 @@ def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[s
         fingerprint_data(source, source=sidecar and sidecar.get("source"))
         for source, sidecar in zip(data.sources, inputs.sidecars, strict=True)
     ]
-    reference = teacher = None
+    reference, teacher = None, inputs.teacher
     if inputs.objective.reference is not None:
         from mini_trainer.run.references import identify_reference
 
         reference = identify_reference(inputs)
-    if inputs.objective.teacher is not None:
-        from mini_trainer.run.teachers import identify_teacher
-
-        teacher = identify_teacher(inputs)
+    if (other := inputs.other_models.get(TEACHER_MODEL)) is not None:
+        teacher = fingerprint_model(other.directory)
+    kept = None if inputs.old_data is None else hash_json(list(map(fingerprint_data, inputs.old_data.sources)))
     return {
         "data": digests[0] if len(digests) == 1 else hash_json(digests),
         "tokenizer": fingerprint_tokenizer(inputs.tokenizer),
@@ -177,6 +176,7 @@ def identify_run(inputs: RunInputs, optimization: OptimizationOptions) -> dict[s
         "number of steps": inputs.num_steps if has_own_end else None,
         record.REFERENCE: reference,
         record.TEACHER: teacher,
+        record.KEPT: kept,
         record.OF_METHOD: inputs.method.list_data_hashes(),
         record.ORIGIN: None if inputs.origin is None else inputs.origin.digest,
         **{record.name_in_identity(name): record.to_json(hide_in(values[name])) for name in list_identifying_options()},

@@ -11,20 +11,20 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from mini_trainer.data.columns.base import COLUMNS
 from mini_trainer.data.stores.model_files import find_weights, verify_weights
-from mini_trainer.data.tokenized.by_row import find_top_row
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import verify_data
 from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import Method
 from mini_trainer.objectives.families.family import Family
-from mini_trainer.objectives.objective import SELF, Objective, TeacherModel
+from mini_trainer.objectives.objective import Objective
 from mini_trainer.options import DataOptions, ModelOptions
 from mini_trainer.run.checkpointing import Checkpoint
-from mini_trainer.sampler import Batching, RunPosition, draw_batches
+from mini_trainer.sampler import Batch, Batching, RunPosition, draw_batches, iterate_batches
 
 if TYPE_CHECKING:
     from mini_trainer.model.scoring.score_files import ScoreFile
     from mini_trainer.run.callbacks import Classes
+    from mini_trainer.run.old_stream import OldStream
     from mini_trainer.run.samples import Samples
 
 Result = TypeVar("Result")
@@ -67,7 +67,8 @@ class RunInputs:
     data: Mixture | None = None
     sidecars: list[dict[str, Any] | None] = field(default_factory=list)  # of each training set, if it has one
     validation_data: Mixture | None = None  # None also if no validation is requested
-    teacher_data: Mixture | None = None  # None: a teacher reads the data itself
+    old_data: Mixture | None = None  # of --keep
+    old: "OldStream | None" = None  # its samples in each step
     model_dir: str | None = None
     config: PreTrainedConfig | None = None
     generation_config: GenerationConfig | None = None
@@ -75,7 +76,7 @@ class RunInputs:
     new_tokens: tuple[int, ...] = ()  # see ModelSource
     objective: Objective | None = None
     other_models: dict[str, ModelSource] = field(default_factory=dict)  # that the objective reads, by option
-    teacher: str | None = None  # digest of a teacher's scores of the data, or a name for the model itself
+    teacher: str | None = None  # digest of a teacher's scores of the data
     scores: "list[ScoreFile]" = field(default_factory=list)  # those of a teacher that the run reads
     batching: Batching | None = None  # None without data, or if a sample is longer than a batch
     num_steps: int | None = None  # None: no end
@@ -108,14 +109,19 @@ class RunInputs:
 
     @property
     def compares_with_start(self) -> bool:
-        """Whether the weights that the run starts with are its teacher or its reference."""
+        """Whether the weights that the run starts with are its reference, or it keeps what they know."""
         has_reference = self.objective.reference is not None and REFERENCE_MODEL not in self.other_models
-        return has_reference or self.objective.teacher == TeacherModel(SELF)
+        return has_reference or self.old_data is not None
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest training or validation sequence."""
-        return max(data.longest_sequence for data in (self.data, self.validation_data) if data is not None)
+        """Tokens of the longest sequence."""
+        return max(data.longest_sequence for data in self.data_sets.values())
+
+    @property
+    def longest_set(self) -> Mixture:
+        """The data that trains with the longest sample: the run's own, or that of --keep."""
+        return max(filter(None, (self.data, self.old_data)), key=lambda data: data.longest)
 
     @property
     def roles(self) -> set[str]:
@@ -128,19 +134,19 @@ class RunInputs:
         named = {
             "--data-path": self.data,
             "--validation-data-path": self.validation_data,
-            "--teacher-data": self.teacher_data,
+            "--keep": self.old_data,
         }
         return {option: data for option, data in named.items() if data is not None}
-
-    @property
-    def longest_taught(self) -> int:
-        """Tokens of the longest training sequence that a teacher reads."""
-        read = self.data if self.teacher_data is None else self.teacher_data
-        return int(read.lengths[find_top_row(read.lengths, self.data.kept)])
 
     def draw_batches(self, start: RunPosition) -> Iterator[np.ndarray]:
         """Yields the rows of each global batch, endlessly, from `start`."""
         return draw_batches(self.data, self.batching, seed=self.data_options.seed, start=start.num_samples)
+
+    def open_batches(self, options: DataOptions, **shared: Any) -> Iterator[Batch]:
+        """Yields the run's global batches, with the samples of --keep beside them, if there are any. `shared`: start,
+        number of steps, attention_cost and world, as the sampler takes them."""
+        batches = iterate_batches(self.data, options, objective=self.objective, batching=self.batching, **shared)
+        return batches if self.old is None else self.old.add_to(batches, self.objective, options, **shared)
 
     @property
     def source(self) -> ModelSource:

@@ -14,7 +14,7 @@ from mini_trainer.sampler import Batch, RunPosition, count_drawn
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of training_metrics_0.jsonl. Token and sample counts are over all ranks."""
+    """One line of training_metrics_0.jsonl. Token and sample counts are over all ranks, and without those of --keep."""
 
     step: int  # 1 after the first optimizer step
     epoch: float  # samples drawn so far / samples in the data set
@@ -24,14 +24,14 @@ class StepMetrics:
     num_samples: int
     num_loss_counted_tokens: int  # trained
     num_total_tokens: int  # trained and masked
-    grad_accum: int  # micro-batches on each rank
+    grad_accum: int  # micro-batches on each rank, also of --keep
     time_per_batch: float  # seconds, from the batch to the updated weights
     tokens_per_second: float  # num_total_tokens over time_per_batch and data_wait_seconds
     samples_per_second: float
     total_samples_accumulated: int
     total_tokens_accumulated: int
     peak_memory_usage_GB: float  # largest of any rank: allocated on CUDA, resident on CPU
-    packing_efficiency: float  # num_total_tokens / (micro-batches x ranks x max_tokens_per_gpu)
+    packing_efficiency: float  # tokens, also of --keep / (micro-batches x ranks x max_tokens_per_gpu)
     rank_balance: float  # mean / max of the ranks' cost, over the micro-batches: 1 is perfect
     data_wait_seconds: float  # longest that a rank waited for its batch
     mfu: float | None  # model FLOP utilisation; null if the device's peak is unknown
@@ -62,13 +62,11 @@ class StepMeter:
     ) -> dict[str, Any]:
         """Returns the metrics, by name, of one step that took `seconds` and ended at `position`."""
         batch_tokens = int(batch.lengths.sum())
-        num_micro_batches, world_size = len(batch.table), len(batch.table[0]) * batch.num_sharing
-        sizes, load = batch.data.sizes[batch.sample_ids], batch.data.load_of(batch.sample_ids)
-        sample_costs = cost_samples(sizes, self.flops.attention_cost, load)
-        # (K, ranks, or groups of those that share rows)
-        costs = np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])
+        row_tokens = sum(int(part.lengths.sum()) for part in batch.parts)
+        world_size = len(batch.table[0]) * batch.num_sharing
+        costs = np.concatenate([self.cost_table(part) for part in batch.parts])
         total_seconds = seconds + sums.data_wait_seconds
-        batch_flops = self.flops.of_rows(batch.sample_ids, batch.data, self.objective)
+        batch_flops = sum(self.flops.of_rows(part.sample_ids, part.data, self.objective) for part in batch.parts)
         metrics = StepMetrics(
             step=position.step,
             epoch=position.num_samples / self.epoch_length,
@@ -78,14 +76,14 @@ class StepMeter:
             num_samples=len(batch.lengths),
             num_loss_counted_tokens=batch.num_loss_tokens,
             num_total_tokens=batch_tokens,
-            grad_accum=num_micro_batches,
+            grad_accum=len(costs),
             time_per_batch=seconds,
             tokens_per_second=batch_tokens / total_seconds,
             samples_per_second=len(batch.lengths) / total_seconds,
             total_samples_accumulated=position.num_samples,
             total_tokens_accumulated=position.num_tokens,
             peak_memory_usage_GB=sums.peak_memory_bytes / 1e9,
-            packing_efficiency=int(sizes.sum()) / (num_micro_batches * world_size * self.max_tokens_per_gpu),
+            packing_efficiency=row_tokens / (len(costs) * world_size * self.max_tokens_per_gpu),
             rank_balance=float(costs.mean(axis=1).sum() / costs.max(axis=1).sum()),
             data_wait_seconds=sums.data_wait_seconds,
             mfu=None if self.peak_flops is None else batch_flops / total_seconds / (self.peak_flops * world_size),
@@ -93,6 +91,12 @@ class StepMeter:
         own = self.objective.describe_step(sums.reports, batch.divisors)
         sources = measure_sources(batch, sums, position, self.objective)
         return asdict(metrics) | own | sources | measure_routers(batch, sums)
+
+    def cost_table(self, batch: Batch) -> np.ndarray:  # (K, ranks, or groups of those that share rows)
+        """The cost of each cell of the batch's table."""
+        load = batch.data.load_of(batch.sample_ids)
+        sample_costs = cost_samples(batch.lengths, self.flops.attention_cost, load)
+        return np.array([[sample_costs[indices].sum() for indices in row] for row in batch.table])
 
 
 def measure_sources(batch: Batch, sums: StepSums, position: RunPosition, objective: Objective) -> dict[str, dict]:

@@ -135,6 +135,7 @@ def describe_done(options: TrainOptions, params: dict[str, Any]) -> str | None:
     if names_raw_data(options):  # which become data sets
         settled |= {"data_path"} if not values["data_path"] else set()
         settled |= {"validation_data_path"} if values["validation_share"] else set()
+        settled |= {"keep"} if values["keep"] else set()
     has_models = not (options.exports.save_final_checkpoint or options.exports.on_the_way) or (models / LATEST).is_dir()
     if changed - settled or not has_models or not is_one_node() or has_newer_inputs(params, values):
         return None

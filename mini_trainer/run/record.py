@@ -19,6 +19,7 @@ from mini_trainer.run.file_names import METRICS_FILE, NOTES_FILE, PARAMS_FILE, V
 
 # Parts of a run's identity that are not options.
 OF_METHOD, REFERENCE, TEACHER, ORIGIN = "data of the method", "reference model", "teacher", "continue-from"
+KEPT = "samples of --keep"
 ORDER = "order of the samples"
 MOST_SHOWN = 3  # files that a message names
 MOST_BYTES_OF_LINE = 1_000_000  # of a metrics file

@@ -126,6 +126,11 @@ def identify_reference(inputs: RunInputs) -> str:
     """A hash of everything but the data that affects the reference's numbers."""
     if (other := inputs.other_models.get(REFERENCE_MODEL)) is not None:  # without the method's layers
         return hash_json([fingerprint_model(other.directory), [], "none", str(inputs.compute_dtype)])
+    return identify_start(inputs)
+
+
+def identify_start(inputs: RunInputs) -> str:
+    """A hash of everything that affects the numbers of the model at the start of the run, but what it reads."""
     method_data, quantization = inputs.method.list_data_hashes(), inputs.values["base_quantization"]
     parts = [fingerprint_model(inputs.model_dir), method_data, quantization, str(inputs.compute_dtype)]
     return hash_json(parts if inputs.origin is None else [*parts, inputs.origin.digest])  # whose weights the run takes

@@ -18,9 +18,9 @@ from mini_trainer.model.optim.optimizers import learning_rate_at
 from mini_trainer.model.sharding import choose_resharding, is_worth_measuring
 from mini_trainer.objectives.families.family import check_positions
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.objectives.objective import PackedModel, TeacherModel
+from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import OptimizationOptions, flatten_options
-from mini_trainer.run.inputs import RunInputs
+from mini_trainer.run.inputs import TEACHER_MODEL, RunInputs
 from mini_trainer.run.step import StepOptions, TrainState
 from mini_trainer.sampler import RunPosition
 
@@ -78,7 +78,7 @@ def build_run_model(
     weigh_images(inputs, count_flops(model.model))
     load_start(model)
     build_other = functools.partial(build_from, compute=plain, method=Full(), weights_dtype=inputs.compute_dtype)
-    if isinstance(inputs.objective.teacher, TeacherModel):
+    if TEACHER_MODEL in inputs.other_models:
         from mini_trainer.run.teachers import add_teacher
 
         add_teacher(inputs, model, build_other)
@@ -89,6 +89,10 @@ def build_run_model(
             assume_reference(inputs)
         else:
             add_reference(inputs, model, build_other, world=world, progress=progress)
+    if inputs.old is not None and not only_measures:
+        from mini_trainer.run.keeping import add_scores
+
+        add_scores(inputs, model, world=world, progress=progress)
     log.info(describe_model(inputs, options, model))
     return model
 
@@ -200,5 +204,5 @@ def find_fewer_tokens(settled: dict[str, Any], inputs: RunInputs, world: World) 
     """Tokens of a micro-batch with which the run starts over, once, if it has no room for those chosen for it; None if
     they were not chosen, or if the longest sample needs more."""
     half = settled.get("max_tokens_per_gpu", 0) // 2
-    has_room = half * count_sharing(world.row_group) >= inputs.data.longest
+    has_room = half * count_sharing(world.row_group) >= inputs.longest_set.longest
     return half if has_room and FEWER_TOKENS not in os.environ else None

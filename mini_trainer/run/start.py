@@ -42,7 +42,7 @@ from mini_trainer.options import (
 from mini_trainer.options.data import MAX_TOKENS
 from mini_trainer.options.doors import METHODS
 from mini_trainer.options.fields import check_choices
-from mini_trainer.options.objectives import TAUGHT
+from mini_trainer.options.objectives import KEEPING, TAUGHT
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.run.identity import flatten_with_urls
 from mini_trainer.run.inputs import REFERENCE_MODEL, TEACHER_MODEL, RunInputs
@@ -100,7 +100,11 @@ def open_inputs(
         from mini_trainer.model.activation_memory import check_offloading
 
         errors.attempt(lambda: check_offloading(device))
-    num_dropped = open_data(inputs, options.validation.validation_data_path, options.teacher, num_sharing=num_sharing)
+    num_dropped = open_data(inputs, options.validation.validation_data_path, num_sharing=num_sharing)
+    if options.keep.keep and inputs.data is not None:
+        from mini_trainer.run.keeping import open_old
+
+        inputs.old_data = errors.attempt(lambda: open_old(options.keep.keep, inputs, num_sharing=num_sharing))
     inputs.objective = make_from_data(name, settings, inputs, best_metric=options.validation.deciding[0])
     if inputs.objective is not None:
         inputs.family = inputs.objective.family
@@ -113,6 +117,10 @@ def open_inputs(
         num_dropped += errors.attempt(lambda: count_images(inputs, options.vision)) or 0
     open_objective(inputs, options.preference, options.teacher)
     open_schedule(inputs, options.end, options.optimization, start)
+    if inputs.old_data is not None:
+        from mini_trainer.run.old_stream import open_stream
+
+        inputs.old = errors.attempt(lambda: open_stream(inputs.old_data, inputs.data_options, options.keep.keep_share))
     if (prompts := options.validation.sample_prompts) is not None and inputs.tokenizer is not None:
         from mini_trainer.run.samples import open_samples
 
@@ -137,10 +145,12 @@ def choose_objective(options: TrainOptions) -> str:
                 "--context-parallel: not supported with images, whose tokens cannot be split over ranks; remove the"
                 " option, or tokenize the data without process_data.py --images"
             )
-        if options.teacher.teacher_weight:
+        if options.teacher.teacher_weight is not None:
             raise ValueError(
                 "--teacher-weight cannot be used with images, which score-data does not read; leave it out"
             )
+        if options.keep.keep:
+            raise ValueError("--keep cannot be used with images: it has been tested on texts alone; leave it out")
         return VISION
     default = VisionOptions()
     if name == CAUSAL_LM and options.vision != default:
@@ -148,7 +158,9 @@ def choose_objective(options: TrainOptions) -> str:
         raise ValueError(
             f"{', '.join(map(flag_name, given))}: no effect on data without images (process_data.py --images)"
         )
-    return TAUGHT if options.teacher.teacher_weight else name
+    if options.keep.keep:
+        return KEEPING
+    return name if options.teacher.teacher_weight is None else TAUGHT
 
 
 def choose_settings(options: TrainOptions) -> ObjectiveSettings:
@@ -158,6 +170,7 @@ def choose_settings(options: TrainOptions) -> ObjectiveSettings:
         options.vision,
         options.preference,
         options.teacher,
+        options.keep,
         options.optimization.router_aux_loss,
         options.optimization.router_loss_over,
         head_seed=options.data.seed,
@@ -191,7 +204,7 @@ def make_data_local(options: TrainOptions, world: World, control: RunControl) ->
     return raw_rows.make_data_local(options, world, control)
 
 
-def open_data(inputs: RunInputs, given: Sequence[str], teacher: TeacherOptions, *, num_sharing: int) -> int:
+def open_data(inputs: RunInputs, given: Sequence[str], *, num_sharing: int) -> int:
     """Opens all data sets, `given` for validation, with their sidecars; returns the number of dropped samples."""
     o, errors, cache_dir = inputs.data_options, inputs.errors, inputs.values["data_cache_dir"]
     if held_out := list_validation_data(given, o.data_path):
@@ -205,10 +218,6 @@ def open_data(inputs: RunInputs, given: Sequence[str], teacher: TeacherOptions, 
     )
     if data is None:
         return 0
-    if teacher.teacher_data:
-        from mini_trainer.run.teachers import open_teacher_data
-
-        inputs.teacher_data = errors.attempt(lambda: open_teacher_data(data, teacher.teacher_data, cache_dir=cache_dir))
     cap = o.max_tokens_per_gpu
     if cap == "auto":  # a provisional value until the model is loaded
         cap = max(MAX_TOKENS, -(-data.longest // num_sharing))
@@ -301,7 +310,7 @@ def open_objective(inputs: RunInputs, preference: PreferenceOptions, teacher: Te
 
             names = {REFERENCE_MODEL: preference.reference_model, TEACHER_MODEL: teacher.teacher_model}
             inputs.other_models = open_other_models(names, inputs)
-    if inputs.data is not None and inputs.objective is not None and inputs.objective.teacher is not None:
+    if inputs.data is not None and inputs.objective is not None and inputs.objective.teacher_scores is not None:
         from mini_trainer.run.teachers import open_scores
 
         inputs.objective = errors.attempt(lambda: open_scores(inputs))

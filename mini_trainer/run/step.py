@@ -1,6 +1,6 @@
 """The training step that train.py, plans and benchmarks share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.distributed.world import World
@@ -62,9 +63,10 @@ def train_step(
     step = state.num_steps_before + batch.step
     torch.manual_seed(derive_seed(options.data.seed, step, world.rank))  # for dropout
     sums, shared = [], sum_ahead(state.model, batch, world)
-    for k, micro_batch in enumerate(batch.micro_batches):
-        progress(describe_micro_batch(batch, k))
-        prepare_backward(state.model, options.sharding, is_last=k + 1 == len(batch.micro_batches))
+    micro_batches = [micro_batch for part in batch.parts for micro_batch in part.micro_batches]
+    for k, micro_batch in enumerate(micro_batches):
+        progress(describe_micro_batch(batch.step, micro_batches, k))
+        prepare_backward(state.model, options.sharding, is_last=k + 1 == len(micro_batches))
         micro_batch = state.model.prepare(micro_batch.to(world.device))
         sums.append(run_backward(state.model, micro_batch, batch.divisors, shared=shared))
     raised = flags()
@@ -126,23 +128,27 @@ def update_weights(state: TrainState, *, step: int, lr: float, num_samples: int)
     state.optimizer.zero_grad()
 
 
-def describe_micro_batch(batch: Batch, k: int) -> str:
+def describe_micro_batch(step: int, micro_batches: Sequence[MicroBatch], k: int) -> str:
     """Describes the run's place, for messages about hangs and out-of-memory errors."""
-    lengths = batch.micro_batches[k].row.seq_lengths
+    lengths = micro_batches[k].row.seq_lengths
     return (
-        f"step {batch.step + 1}, micro-batch {k + 1} of {len(batch.micro_batches)} ({sum(lengths):,} tokens in"
+        f"step {step + 1}, micro-batch {k + 1} of {len(micro_batches)} ({sum(lengths):,} tokens in"
         f" {len(lengths)} samples, the longest {max(lengths):,})"
     )
 
 
 def describe_bad_step(batch: Batch, sums: StepSums) -> str:
     """Describes where a loss or gradient was not finite: step, ranks and rows of the data set."""
+    cells = [(part, row) for part in batch.parts for row in part.table]
     num_ranks = len(batch.table[0]) * batch.num_sharing
-    bad = sums.bad_micro_batches or [(k, rank) for k in range(len(batch.table)) for rank in range(num_ranks)]
-    cells = dict.fromkeys((k, rank // batch.num_sharing) for k, rank in bad)
-    rows = [batch.sample_ids[i] for k, group in cells for i in batch.table[k][group]]
+    bad = sums.bad_micro_batches or [(k, rank) for k in range(len(cells)) for rank in range(num_ranks)]
+    rows: dict[Mixture, list[int]] = {}
+    for k, group in dict.fromkeys((k, rank // batch.num_sharing) for k, rank in bad):
+        part, row = cells[k]
+        rows.setdefault(part.data, []).extend(part.sample_ids[row[group]])
     return (
         f"step {batch.step + 1}: the {'loss' if sums.bad_micro_batches else 'gradient'} is not finite (loss"
         f" {sums.loss_sum}, grad_norm {sums.grad_norm}); stopped before the update. Rows of"
-        f" {batch.data.name_rows(rows)} (rank {', '.join(str(rank) for rank in sorted({rank for _, rank in bad}))})"
+        f" {'; '.join(data.name_rows(ids) for data, ids in rows.items())} (rank"
+        f" {', '.join(str(rank) for rank in sorted({rank for _, rank in bad}))})"
     )

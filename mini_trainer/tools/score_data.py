@@ -19,22 +19,18 @@ if __name__ == "__main__":
     pause_collector()
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
-from urllib.parse import urljoin
 
 import numpy as np
 
-from mini_trainer.data.columns.base import CAUSAL_LM, DataTask, describe_task
+from mini_trainer.data.columns.base import CAUSAL_LM, IGNORED, DataTask, describe_task
 from mini_trainer.data.stores.disk import hash_json, locked
 from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.fetched import download_data_sets
-from mini_trainer.data.tokenized.mixture import Mixture, check_rows, mark_trained, read_pair
+from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.ending import ExitCode, RunError
@@ -48,19 +44,10 @@ from mini_trainer.objectives.families.family import check_positions
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import count_logits
 from mini_trainer.objectives.objective import PackedModel
-from mini_trainer.objectives.soft_targets import TopTokens, make_record_type, make_records
+from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
 from mini_trainer.options import flatten_options
-from mini_trainer.options.doors import SCORERS
-from mini_trainer.options.tools import EngineOptions, SamplingOptions
 from mini_trainer.use.evaluation.data_sets import build_scorer
 from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model
-from mini_trainer.use.inference.openai_engine import LISTING_RETRIES, MALFORMED, MAX_SHOWN, OpenAIEngine
-
-LEAST_TAIL = 1e-7  # probability of all other tokens together, where rounding leaves none
-LARGEST_LOGPROB = 1e-3  # of a probability of 1, by a server that computes in half precision
-LARGEST_ID = 2**31 - 1
-LORA_METRIC = "vllm:lora_requests_info"  # only of a vLLM with --enable-lora, also if it has no adapter
-ScoreRows = Callable[[np.ndarray], np.ndarray]  # rows -> their records, on rank 0
 
 
 def score(options: ScoreDataOptions, world: World) -> None:
@@ -73,16 +60,16 @@ def score(options: ScoreDataOptions, world: World) -> None:
     read = [open_data(path, options) for path in options.teacher_data] or sets
     for data, seen in zip(sets, read, strict=True):
         call_on_rank0(world, lambda data=data, seen=seen: check_aligned(data, seen))
-    scorer = SCORERS[options.engine](options, read, world)
+    scorer = Scorer(options, read, world)
     if not options.skip_verification:
-        call_on_each_node(world, lambda: verify_files(scorer, [*sets, *(read if options.teacher_data else ())]))
+        call_on_each_node(world, lambda: verify_files(scorer.found, [*sets, *(read if options.teacher_data else ())]))
     for data, seen in zip(sets, read, strict=True):
         score_set(data, seen, scorer, options, world)
 
 
-def verify_files(scorer: "Scorer", sets: Sequence[Mixture]) -> None:
+def verify_files(found: FoundModel, sets: Sequence[Mixture]) -> None:
     """Checks what will be read against the hashes recorded when it was written."""
-    scorer.verify()
+    found.verify()
     for data in sets:
         verify_data(*data.sources, say_note)
 
@@ -101,7 +88,7 @@ def score_set(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreData
             f"{writer.path}: {len(data.lengths):,} rows, {num_tokens:,} trained tokens, {size} bytes each:"
             f" {num_tokens * size / 1e9:.3f} GB",
         )
-        write_scores(writer, functools.partial(scorer.score, seen), world)
+        write_scores(writer, scorer, seen)
 
 
 def hold_scores(path: Path, held: ExitStack) -> None:
@@ -113,8 +100,8 @@ def hold_scores(path: Path, held: ExitStack) -> None:
         raise RunError(ExitCode.LOCKED, message) from None
 
 
-class LocalScorer:
-    """A model of transformers, loaded when it is first needed."""
+class Scorer:
+    """The teacher, loaded when it is first needed."""
 
     def __init__(self, options: ScoreDataOptions, read: Sequence[Mixture], world: World):
         """ValueError if it cannot read the data."""
@@ -144,10 +131,6 @@ class LocalScorer:
         family = TextFamily().complete(found.config, found.tokenizer, trust_remote_code=found.trust_remote_code)
         self.objective = TopTokens(family, top_k=options.top_k, temperature=options.temperature, num_ids=num_ids)
 
-    def verify(self) -> None:
-        """Checks the model's files against the hashes recorded with them."""
-        self.found.verify()
-
     @functools.cached_property
     def model(self) -> PackedModel:
         return build_scorer(self.found, self.objective, dtype=self.options.dtype, world=self.world)
@@ -158,122 +141,6 @@ class LocalScorer:
         chosen, cap = data.restricted_to(rows), self.options.max_tokens_per_gpu
         scores = score_data(self.model, chosen, self.objective, cap=cap, world=self.world, progress=lambda where: None)
         return self.objective.read_predictions(scores.predictions) if self.world.rank == 0 else np.empty(0)
-
-
-class ServerScorer:
-    """A model behind an address, which scores tokens by the `prompt_logprobs` of vLLM's completions. Rows are sent as
-    token ids, and return as each position's most probable tokens, together with the actual one."""
-
-    def __init__(self, options: ScoreDataOptions, read: Sequence[Mixture], world: World):
-        """ValueError if the server says that it cannot score the data."""
-        if world.world_size > 1:
-            raise ValueError("--engine openai runs in one process, but torchrun has started several")
-        server = EngineOptions(
-            engine="openai", base_url=options.base_url, api_key_env=options.api_key_env, concurrency=options.concurrency
-        )
-        self.top_k = options.top_k
-        self.engine = engine = OpenAIEngine(None, options.model_name_or_path, server, SamplingOptions())
-        engine.listed = engine.look_up()
-        self.check(max(data.longest for data in read))
-        sidecar = read[0].sources[0].sidecar or {}
-        self.identity = {"teacher": engine.where, "tokenizer": sidecar.get("tokenizer_fingerprint", ""),
-                         "num_ids": 0, "dtype": "server", "served_weights": engine.listed.get("root")}  # fmt: skip
-
-    def verify(self) -> None:
-        """Nothing: the server has loaded it."""
-
-    def score(self, data: Mixture, rows: np.ndarray) -> np.ndarray:
-        (source,) = data.sources
-
-        def score_row(row: int) -> np.ndarray:
-            sample = data.read(row)
-            is_trained = mark_trained(sample["labels"])
-            return self.score_row(f"{source.path}: row {row + 1}", sample["input_ids"], is_trained)
-
-        with ThreadPoolExecutor(self.engine.engine.concurrency) as pool:
-            records = list(pool.map(score_row, rows.tolist()))
-        return np.concatenate([np.empty(0, make_record_type(self.top_k)), *records])
-
-    def check(self, longest: int) -> None:
-        """ValueError if the server says that it cannot score rows of up to `longest` tokens."""
-        engine = self.engine
-        if (context := engine.context) is not None and longest >= context:
-            raise ValueError(
-                f"{engine.where}: has a context of {context:,} tokens, but the longest row has {longest:,}, and one is"
-                " generated: serve it with a larger one (vLLM: --max-model-len), or drop longer rows"
-                " (process_data.py --max-sample-num-tokens)"
-            )
-        if "parent" in engine.listed or LORA_METRIC in self.read_metrics():
-            raise ValueError(
-                f"{engine.where}: vLLM runs with --enable-lora, with which scoring ends the server or leaves out"
-                " parts of an adapter: serve the model without it, with adapters merged"
-            )
-
-    def read_metrics(self) -> str:
-        """The server's page of metrics beside its API; "" if it has none."""
-        from openai import APIError
-
-        client = self.engine.client.with_options(max_retries=LISTING_RETRIES)
-        try:
-            return client.get(urljoin(str(client.base_url), "../metrics"), cast_to=str)
-        except APIError:
-            return ""
-
-    def score_row(self, where: str, input_ids: np.ndarray, is_trained: np.ndarray) -> np.ndarray:
-        """ValueError, which names row and server, for an answer that is not of these ids, or that says too little."""
-        ids, places = input_ids.tolist(), np.flatnonzero(is_trained).tolist()
-        if not places:
-            return np.empty(0, make_record_type(self.top_k))
-        try:
-            positions = self.read_positions(self.ask(ids), ids)
-            found = [self.read_position(positions[i], i, ids[i]) for i in places]
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        return make_records(*map(np.array, zip(*found, strict=True)))
-
-    def ask(self, ids: list[int]) -> Any:
-        """The client's answer; one token is generated, the fewest that all servers take."""
-        engine = self.engine
-        given = dict(model=engine.model, prompt=ids, max_tokens=1, temperature=0)
-        extra = {"prompt_logprobs": self.top_k, "return_token_ids": True}
-        return engine.call(lambda: engine.client.completions.create(**given, extra_body=extra))
-
-    def read_positions(self, response: Any, ids: list[int]) -> list[Any]:
-        """The server's entry for each position of a prompt."""
-        try:
-            choice = response.choices[0].model_dump()
-            positions = list(choice["prompt_logprobs"])
-            echoed = list(choice.get("prompt_token_ids") or ids)  # older servers do not return them
-        except MALFORMED as error:
-            raise self.describe_error(f"gave no prompt_logprobs as vLLM returns them ({error!r})") from None
-        if echoed != ids:
-            raise self.describe_error("scored other tokens than it was sent: its tokenizer is another one")
-        if len(positions) != len(ids):
-            raise self.describe_error(f"scored {len(positions)} positions of a prompt of {len(ids)} tokens")
-        return positions
-
-    def read_position(self, entries: Any, position: int, token_id: int) -> tuple[list[int], list[float], float, float]:
-        """Ids and -log q of the most probable tokens, -log q of all others together, and of the token itself."""
-        try:
-            known = {int(key): float(entry["logprob"]) for key, entry in entries.items()}
-        except (ValueError, *MALFORMED) as error:
-            raise self.describe_error(f"position {position}: no log-probabilities by token id ({error!r})") from None
-        if not all(0 <= key <= LARGEST_ID and logprob <= LARGEST_LOGPROB for key, logprob in known.items()):
-            raise self.describe_error(f"position {position}: has ids or log-probabilities that are none")
-        if token_id not in known:
-            raise self.describe_error(f"position {position}: no log-probability of its token {token_id}")
-        top = sorted(known, key=lambda key: -known[key])[: self.top_k]
-        if len(top) < self.top_k:
-            raise self.describe_error(f"position {position}: names {len(top)} tokens, expected {self.top_k}")
-        tail = max(LEAST_TAIL, 1 - sum(math.exp(known[key]) for key in top))
-        return top, [-known[key] for key in top], -math.log(tail), -known[token_id]
-
-    def describe_error(self, text: str) -> ValueError:
-        """The error with the server's name, short and without the key."""
-        return ValueError(f"{self.engine.where}: {self.engine.hide(text)[:MAX_SHOWN]}")
-
-
-Scorer = LocalScorer | ServerScorer
 
 
 def open_data(path: str, options: ScoreDataOptions) -> Mixture:
@@ -312,9 +179,12 @@ def check_aligned(data: Mixture, seen: Mixture) -> None:
     if seen is data:
         return
     ours, theirs = data.sources[0], seen.sources[0]
-    check_rows(ours, theirs)
+    if len(ours.lengths) != len(theirs.lengths):
+        raise ValueError(f"{theirs.path}: has {len(theirs.lengths):,} rows, {ours.path} {len(ours.lengths):,}")
     for row in range(len(ours.lengths)):
-        read_pair(ours, theirs, row)
+        own, other = (one.read(row)["labels"][1:] for one in (ours, theirs))  # nothing predicts the first token
+        if not np.array_equal(own[own != IGNORED], other[other != IGNORED]):
+            raise ValueError(f"{theirs.path}: row {row + 1}: trains other tokens than the row of {ours.path}")
 
 
 def open_writer(data: Mixture, seen: Mixture, scorer: Scorer, options: ScoreDataOptions) -> ScoreWriter:
@@ -330,11 +200,12 @@ def open_writer(data: Mixture, seen: Mixture, scorer: Scorer, options: ScoreData
     return ScoreWriter(source, path, identity, teacher=name_model(options.model_name_or_path))
 
 
-def write_scores(writer: ScoreWriter, score_rows: ScoreRows, world: World) -> None:
+def write_scores(writer: ScoreWriter, scorer: Scorer, seen: Mixture) -> None:
     """Scores missing rows, part by part. All ranks call this."""
+    world = scorer.world
     parts = call_on_rank0(world, writer.list_parts)
     for first, end in show_progress(parts, "scoring", unit="part"):
-        records = score_rows(np.arange(first, end))
+        records = scorer.score(seen, np.arange(first, end))
         call_on_rank0(world, lambda part=(first, end, records): writer.write(*part))
     sidecar = call_on_rank0(world, writer.finish)
     announce(

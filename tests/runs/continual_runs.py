@@ -17,7 +17,7 @@ NUM_ROWS, NUM_TESTS = 24, 8
 WORDS = ("red", "green", "blue", "white", "black", "brown", "pink", "grey")
 TASKS = {"twice": lambda word: f"{word} {word}", "shout": str.upper, "first": lambda word: word[0]}
 SCRIPTS = {"process-data": "process_data.py", "train": "train.py", "generate": "generate.py",
-           "evaluate": "evaluate_model.py", "score-data": "mini_trainer/tools/score_data.py"}  # fmt: skip
+           "evaluate": "evaluate_model.py", "draw-samples": "mini_trainer/tools/draw_samples.py"}  # fmt: skip
 TRAIN = dict(learning_rate=1e-2, batch_size=8, max_epochs=1, max_tokens_per_gpu=512, activation_checkpointing="none")
 
 

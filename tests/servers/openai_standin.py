@@ -46,7 +46,6 @@ class Server(ThreadingHTTPServer):
         self.says: tuple[str, str] | None = None  # a content type and a body, instead of an answer
         self.breaks_off = False  # after that body, of which it has announced more
         self.models: list[dict] = []  # its list of models
-        self.metrics: str | None = None  # its page of metrics, beside the API
         self.deltas: list[dict] = []  # of a streamed answer, instead of what it is asked
         self.lock = threading.Lock()
 
@@ -62,9 +61,6 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/metrics":
-            self.send_text(self.server.metrics)
-            return
         send_json(self, 200, {"object": "list", "data": self.server.models})
 
     def do_POST(self) -> None:
@@ -98,12 +94,6 @@ class Handler(BaseHTTPRequestHandler):
                 send_json(self, 200, server.complete(body))
             except Refusal as refusal:
                 send_json(self, refusal.status, refusal.body)
-
-    def send_text(self, text: str | None) -> None:
-        self.send_response(200 if text is not None else 404)
-        self.send_header("Content-Type", "text/plain")
-        self.end_headers()
-        self.wfile.write((text or "").encode())
 
     def stream(self, text: str) -> None:
         self.send_response(200)

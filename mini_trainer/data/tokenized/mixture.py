@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mini_trainer.batch_packer import SampleLoad
-from mini_trainer.data.columns.base import IGNORED, Sample, describe_task
+from mini_trainer.data.columns.base import Sample, describe_task
 from mini_trainer.data.tokenized import by_row
 from mini_trainer.data.tokenized.reader import Sequences, TokenizedData
 from mini_trainer.options.doors import WEIGHED_BY
@@ -27,8 +27,8 @@ class ByRow(Protocol):
 
 
 class Mixture:
-    """Tokenized data sets from which samples are drawn by their `shares`. `lengths`, `sizes`, `num_loss_tokens` and
-    `kept` are indexed like their concatenations, by the row's number in `numbers`."""
+    """Tokenized data sets from which samples are drawn by their `shares`. `lengths`, `num_loss_tokens` and `kept`
+    are indexed like their concatenations, by the row's number in `numbers`."""
 
     def __init__(self, sources: Sequence[TokenizedData], *, weights: Sequence[float] = (), by: str = "samples"):
         """`weights` are relative shares of the drawn samples or, with `by` "tokens", of their tokens. Without weights
@@ -48,11 +48,9 @@ class Mixture:
         self.weights, self.by = weights, by
         self.numbers = by_row.RowNumbers(len(source.lengths) for source in sources)
         self.lengths: by_row.Values = by_row.join_values([source.lengths for source in sources])
-        self.sizes = self.lengths
         self.has_sequences = sources[0].sequences is not None  # as all have, which are for one task
         self.num_loss_tokens = by_row.join_values([source.num_loss_tokens for source in sources])
         self.images: SampleImages | None = None  # set by run.start.count_set_images
-        self.seen: Mixture | None = None  # the rows that a teacher reads beside these; set by `pair`
         self.computed: dict[str, ByRow] = {}  # columns that the data sets do not have; set by `add_column`
         self._find_kept()
 
@@ -68,8 +66,8 @@ class Mixture:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest kept sample, as it counts in micro-batches."""
-        return int(self.sizes[by_row.find_top_row(self.sizes, self.kept)])
+        """Number of tokens of the longest kept sample."""
+        return int(self.lengths[by_row.find_top_row(self.lengths, self.kept)])
 
     @property
     def longest_sequence(self) -> int:
@@ -121,9 +119,7 @@ class Mixture:
         if self.has_sequences:
             sequences = self.list_sequences(rows)
             load = load._replace(squares=sequences.sum_by_row(sequences.lengths.astype(float) ** 2))
-        if self.seen is not None:
-            load = load._replace(squares=sum(part.lengths[rows].astype(float) ** 2 for part in (self, self.seen)))
-        return None if images is None and not self.has_sequences and self.seen is None else load
+        return None if images is None and not self.has_sequences else load
 
     def list_sequences(self, rows: np.ndarray) -> Sequences:
         """The sequences of some rows."""
@@ -243,52 +239,3 @@ def interleave(shares: np.ndarray, *, start: int, count: int) -> tuple[np.ndarra
     num_earlier = start - sum(firsts)
     before = np.array(firsts) + np.bincount(order[:num_earlier], minlength=len(shares))
     return order[num_earlier : num_earlier + count], before
-
-
-def check_rows(ours: TokenizedData, theirs: TokenizedData) -> None:
-    """ValueError unless both have the same number of rows, and each row as many trained tokens."""
-    if len(ours.lengths) != len(theirs.lengths):
-        raise ValueError(f"{theirs.path}: has {len(theirs.lengths):,} rows, {ours.path} {len(ours.lengths):,}")
-    differs = np.flatnonzero(ours.num_loss_tokens != theirs.num_loss_tokens)
-    if len(differs):
-        raise_other_tokens(ours, theirs, int(differs[0]))
-
-
-def mark_trained(labels: np.ndarray) -> np.ndarray:  # (L,) bool
-    """Mask of the trained tokens: never the first, which nothing predicts."""
-    return (labels != IGNORED) & (np.arange(len(labels)) > 0)
-
-
-def read_pair(ours: TokenizedData, theirs: TokenizedData, row: int) -> Sample:
-    """The row of `theirs`; ValueError if it trains other tokens than that of `ours`."""
-    own, other = ours.read(row)["labels"], theirs.read(row)
-    if not np.array_equal(own[mark_trained(own)], other["labels"][mark_trained(other["labels"])]):
-        raise_other_tokens(ours, theirs, row)
-    return other
-
-
-def raise_other_tokens(ours: TokenizedData, theirs: TokenizedData, row: int) -> None:
-    raise ValueError(f"{theirs.path}: row {row + 1}: trains other tokens than the row of {ours.path}")
-
-
-class PairedRows:
-    """The rows of the second mixture by those of the first: tokens and labels alone."""
-
-    def __init__(self, data: Mixture, seen: Mixture):
-        self.data, self.seen = data, seen
-
-    def __getitem__(self, row: int) -> Sample:
-        """ValueError for a row that trains other tokens."""
-        source, own_row = self.data.numbers.find(row)
-        sample = read_pair(self.data.sources[source], self.seen.sources[source], own_row)
-        return {name: sample[name] for name in ("input_ids", "labels")}
-
-
-def pair(data: Mixture, seen: Mixture, *, column: str) -> None:
-    """Gives each sample of `data` the row of `seen` as a column; its tokens count in micro-batches. ValueError unless
-    both have the same rows, each with as many trained tokens."""
-    for ours, theirs in zip(data.sources, seen.sources, strict=True):
-        check_rows(ours, theirs)
-        ours.sizes = ours.lengths + theirs.lengths
-    data.sizes, data.seen = by_row.join_values([source.sizes for source in data.sources]), seen
-    data.add_column(column, PairedRows(data, seen))

@@ -25,8 +25,6 @@ from mini_trainer.options.urls import is_url
 if TYPE_CHECKING:
     from mini_trainer.data.tokenized.image_sizes import ImageSizes
 
-# Columns that are read from data sets of every kind.
-COMMON_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "len": pa.int32(), "num_loss_counted_tokens": pa.int32()})
 SEARCHED_TOKENS = 1 << 22  # tokens searched at once
 NUM_OPEN_BATCHES = 4096  # record batches whose columns are held, some kilobytes each
 # Advice on rows given in place of a tokenized data set, by option.
@@ -61,7 +59,6 @@ class TokenizedData:
         self._file, index = open_rows(self.path, self.kind, option=option, sidecar=recorded, cache_dir=cache_dir)
         self._maps = [self._file.map] + ([] if index.map is None else [index.map])
         self.lengths = index.lengths
-        self.sizes = self.lengths  # tokens of each row in a micro-batch, with those that a teacher reads beside it
         self.num_loss_tokens = index.num_loss_tokens
         self.kept: Rows = RowRange(0, len(self.lengths))  # the stream draws from these rows
         self.vocab_size: float = math.inf  # the model's, once known; larger token ids are refused
@@ -167,19 +164,18 @@ class TokenizedData:
         their number. ValueError for such samples unless `drop_overlong`."""
         most, cap = max_tokens_per_gpu * num_sharing, f"{max_tokens_per_gpu}"
         cap += f" x --context-parallel {num_sharing}" if num_sharing > 1 else ""
-        num_rows, longest = len(self.sizes), int(self.sizes.max())
+        num_rows, longest = len(self.lengths), int(self.lengths.max())
         if longest <= most:
             self.kept = RowRange(0, num_rows)
             self.release_pages()
             return 0
-        fitting = [rows[self.sizes[rows] <= most] for rows in iterate_chunks(RowRange(0, num_rows))]
+        fitting = [rows[self.lengths[rows] <= most] for rows in iterate_chunks(RowRange(0, num_rows))]
         num_overlong = num_rows - sum(map(len, fitting))
         if not drop_overlong:
-            row = int(np.argmax(self.sizes))
-            beside = "" if self.sizes is self.lengths else ", with those that the teacher reads"
+            row = int(np.argmax(self.lengths))
             raise ValueError(
                 f"{self.path}: {num_overlong:,} of {num_rows:,} samples are longer than --max-tokens-per-gpu"
-                f" {cap}; the longest, row {row + 1}, has {longest} tokens{beside}. Raise"
+                f" {cap}; the longest, row {row + 1}, has {longest} tokens. Raise"
                 " --max-tokens-per-gpu to at least that, or drop these samples with --drop-overlong"
             )
         if num_overlong == num_rows:
@@ -266,7 +262,7 @@ def open_rows(
         raise ValueError(f"{named}: there is no such file") from None
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{named}: cannot be read as a tokenized data set: {error}. {advice}") from None
-    for field in (*kind.schema, *COMMON_SCHEMA):
+    for field in kind.schema:
         if field.name in schema.names:
             found = schema.field(field.name).type
             check_column(found, field, index, is_optional=field.name in kind.optional, named=named)
@@ -275,9 +271,7 @@ def open_rows(
 
 def check_names(schema: pa.Schema, kind: Columns, *, named: str, advice: str) -> None:
     """Raises ValueError for a missing column."""
-    wanted = {field.name: None for field in (*kind.schema, *COMMON_SCHEMA)}
-    missing = [name for name in wanted if name not in (*kind.optional, *schema.names)]
-    if missing:
+    if missing := [name for name in kind.schema.names if name not in (*kind.optional, *schema.names)]:
         if missing == ["num_loss_counted_tokens"]:
             advice = "Add it: the number of each row's targets, which is 1 where the row has one for all its tokens"
         found = [name for name in schema.names if name not in kind.optional]  # reading JSON lines adds those

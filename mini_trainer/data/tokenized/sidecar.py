@@ -13,6 +13,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,7 @@ def describe_dependencies(
 
 
 def describe_versions() -> dict[str, str]:
-    import tokenizers
-    import transformers
-
-    libraries = {one.__name__: one.__version__ for one in (transformers, tokenizers)}
-    return {"python": platform.python_version()} | libraries
+    return {"python": platform.python_version()} | {name: version(name) for name in ("transformers", "tokenizers")}
 
 
 FORMAT_VERSION = 3  # of tokenized data sets

@@ -76,7 +76,7 @@ def find_first_step(options: OptimizationOptions, *, end: int | None) -> int | N
         case "ema":
             return 0
         case "tail":
-            return max(0, end - options.tail_steps)
+            return max(0, end - options.average_over)
         case name:
             raise ValueError(f"--weight-average {name}: is not implemented")
 
@@ -86,4 +86,5 @@ def make_average(model: nn.Module, options: OptimizationOptions, *, end: int | N
     first_step = find_first_step(options, end=end)
     if first_step is None:
         return None
-    return WeightAverage(model, half_life=options.ema_half_life, first_step=first_step)
+    half_life = options.average_over if options.weight_average == "ema" else None
+    return WeightAverage(model, half_life=half_life, first_step=first_step)

@@ -64,7 +64,7 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
 
     Warm-up rises linearly and reaches the peak at step `num_warmup_steps`; step 0 already trains, with
     peak / (num_warmup_steps + 1). Schedules that decay towards the end (`SCHEDULES_WITH_END`; wsd in its last
-    `num_decay_steps`) reach `min_lr_ratio` * peak one step after the last, so that the last step still trains when the
+    `lr_shape` steps) reach `min_lr_ratio` * peak one step after the last, so that the last step still trains when the
     ratio is 0. After warm-up, schedules have the shapes of transformers.optimization; inverse_sqrt's time scale is the
     warm-up, or `INVERSE_SQRT_STEPS`.
     """
@@ -80,7 +80,7 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
         return peak / math.sqrt((step - num_warmup_steps + time_scale) / time_scale)
     assert num_steps is not None, f"{scheduler} needs the number of steps"
     if scheduler == "wsd":
-        decay_length = options.num_decay_steps or max(1, num_steps // 10)
+        decay_length = int(options.lr_shape or max(1, num_steps // 10))
         decay_start = max(num_warmup_steps, num_steps - decay_length)
     else:
         decay_start = num_warmup_steps
@@ -102,7 +102,7 @@ def decay_by_cosine(progress: float, options: OptimizationOptions) -> float:
 
 
 def decay_in_cycles(progress: float, options: OptimizationOptions) -> float:
-    in_cycle = 1.0 if progress >= 1 else (options.lr_shape * progress) % 1.0
+    in_cycle = 1.0 if progress >= 1 else ((options.lr_shape or 1.0) * progress) % 1.0
     return decay_by_cosine(in_cycle, options)
 
 
@@ -287,7 +287,8 @@ def reduce_step(
 ) -> StepSums:
     """Combines all ranks' `sums`, gradient norms, memory, waiting times and flags: one collective, one sync. `sums`: of
     a rank's micro-batches, as many on each. The first `num_shards` ranks hold the whole gradient, others copies."""
-    totals = {name: sum(each.reports[name].double() for each in sums) for name in sums[0].reports}
+    names = dict.fromkeys(name for each in sums for name in each.reports)  # the same, in the same order, on every rank
+    totals = {name: sum(each.reports[name].double() for each in sums if name in each.reports) for name in names}
     by_device: dict[torch.device, list[Tensor]] = {}  # with --cpu-offload most are on the CPU
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mini_trainer.batch_packer import pack_batch
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed.messages import show_progress
-from mini_trainer.distributed.world import World, count_sharing
+from mini_trainer.distributed.world import World, count_sharing, gather_on_rank0
 from mini_trainer.model.flops import count_flops
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.family import MicroBatch
@@ -79,7 +79,7 @@ def plan_batches(data: Mixture, cap: int, *, attention_cost: float, world: World
     for start in range(0, len(data.kept), NUM_PACKED):
         rows = data.kept[start : start + NUM_PACKED]
         num_rows, load = world.world_size // num_sharing, data.load_of(rows)
-        for cell in pack_batch(data.sizes[rows], cap, num_rows, attention_cost, load):
+        for cell in pack_batch(data.lengths[rows], cap, num_rows, attention_cost, load):
             yield rows[cell[world.rank // num_sharing]]
 
 
@@ -93,14 +93,8 @@ def read_batches(
 
 def gather_rows(rows: Tensor, world: World) -> np.ndarray | None:  # (N, 2 + ...)
     """The rows of all ranks, sorted by their first two numbers, on rank 0; None on the others."""
-    counts = torch.zeros(world.world_size, dtype=torch.long, device=world.device)
-    counts[world.rank] = len(rows)
-    dist.all_reduce(counts)
-    padded = torch.zeros(int(counts.max()), rows.shape[1], dtype=rows.dtype, device=world.device)
-    padded[: len(rows)] = rows.to(world.device)
-    parts = [torch.empty_like(padded) for _ in range(world.world_size)]
-    dist.all_gather(parts, padded)
-    if world.rank > 0:
+    parts = gather_on_rank0(world, rows.numpy())
+    if parts is None:
         return None
-    gathered = torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)]).cpu().numpy()
+    gathered = np.concatenate(parts)
     return gathered[np.lexsort((gathered[:, 1], gathered[:, 0]))]

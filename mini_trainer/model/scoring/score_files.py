@@ -22,15 +22,13 @@ from mini_trainer.data.stores.disk import naming_failed_writes, write_text
 from mini_trainer.data.tokenized.by_row import RowNumbers, RunningSums
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.model.fingerprints import digest_data
-from mini_trainer.objectives.soft_targets import make_even_records, make_record_type
+from mini_trainer.objectives.soft_targets import make_record_type
 from mini_trainer.options.reading import open_descriptor, open_own, open_regular, read_fields, read_object
 
 # Types of the sidecar's entries.
-SIDECAR_TYPES = {"data": str, "teacher": str, "tokenizer": str, "top_k": int, "temperature": float | int,
-                 "num_ids": int, "dtype": str, "num_tokens": int, "loss": float, "tail": float,
-                 "max_token_id": int, "file": dict}  # fmt: skip
+SIDECAR_TYPES = {"data": str, "teacher": str, "tokenizer": str, "top_k": int, "temperature": float | int, "file": dict,
+                 "num_ids": int, "dtype": str, "num_tokens": int, "loss": float, "tail": float}  # fmt: skip
 PART_BYTES = 32 << 20  # of records that are computed before they are written
-SERVED = "served_weights"  # the field that a server does not always say
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,13 @@ class ScoreIdentity:
     """The inputs that determine scores."""
 
     data: str  # digest of the data set
-    teacher: str  # digest of its weights; a server's name of the model
+    teacher: str  # digest of its weights
     tokenizer: str
     teacher_data: str | None  # digest of the teacher's data set, if it is a different one
     top_k: int
     temperature: float
     num_ids: int  # of the tokenizer
     dtype: str
-    served_weights: str | None = None  # path of a server's weights; None if it does not list it
 
 
 def locate_scores(data_path: Path, name: str) -> Path:
@@ -126,8 +123,7 @@ class ScoreWriter:
 def check_identity(sidecar: Path, identity: ScoreIdentity, *, advice: str) -> None:
     """ValueError that names the differences from the sidecar."""
     known = read_object(sidecar)
-    unlisted = {SERVED} if None in (identity.served_weights, known.get(SERVED)) else set()
-    other = [name for name, value in asdict(identity).items() if known.get(name) != value and name not in unlisted]
+    other = [name for name, value in asdict(identity).items() if known.get(name) != value]
     if other:
         raise ValueError(f"{sidecar}: was made with other {', '.join(other).replace('_', ' ')}; {advice}")
 
@@ -172,20 +168,10 @@ class ScoreFile:
         return open_descriptor(self.path, os.O_RDONLY, follows=True)
 
 
-class NoScores:
-    """In place of the scores of a data set that has no teacher: records that say nothing."""
-
-    def __init__(self, data: TokenizedData, top_k: int):
-        self.num_records, self.top_k = data.num_loss_tokens, top_k
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        return make_even_records(int(self.num_records[row]), self.top_k)
-
-
 class ScoreColumn:
     """The scores of several data sets that follow each other, by the mixture's rows."""
 
-    def __init__(self, files: Sequence[ScoreFile | NoScores]):
+    def __init__(self, files: Sequence[ScoreFile]):
         self.files = list(files)
         self.numbers = RowNumbers(len(file.num_records) for file in self.files)
 
@@ -195,8 +181,8 @@ class ScoreColumn:
 
 
 def summarize_scores(path: Path, top_k: int) -> dict[str, Any]:
-    """The largest id, means over a file's tokens (loss, probability of tokens not named), and its size and hash."""
-    record_type, loss, tail, count, largest = make_record_type(top_k), 0.0, 0.0, 0, 0
+    """Means over a file's tokens (loss, probability of tokens not named), and its size and hash."""
+    record_type, loss, tail, count = make_record_type(top_k), 0.0, 0.0, 0
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while part := file.read(record_type.itemsize * (PART_BYTES // record_type.itemsize)):
@@ -204,8 +190,6 @@ def summarize_scores(path: Path, top_k: int) -> dict[str, Any]:
             records = np.frombuffer(part, record_type)
             loss += float(records["target"].astype(np.float64).sum())
             tail += float(np.exp(-records["tail"].astype(np.float64)).sum())
-            count, largest = count + len(records), max(largest, int(records["ids"].max()))
+            count += len(records)
     recorded = {"size": path.stat().st_size, "sha256": digest.hexdigest()}
-    return {
-        "num_tokens": count, "loss": loss / count, "tail": tail / count, "max_token_id": largest, "file": recorded,
-    }  # fmt: skip
+    return {"num_tokens": count, "loss": loss / count, "tail": tail / count, "file": recorded}

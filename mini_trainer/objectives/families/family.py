@@ -58,8 +58,9 @@ class Targets:
     num_sources: int = 1  # number of data sets
 
     def find_sequences(self, row: Row) -> Tensor:  # (N,)
-        """Index of each target's sequence in the row."""
-        return torch.searchsorted(row.cu_seqlens[1:].long(), self.index, right=True)
+        """Index of each target's sequence in the whole row."""
+        first = 0 if row.row_group is None else row.row_group.rank * row.input_ids.shape[1]
+        return torch.searchsorted(row.cu_seqlens[1:].long(), self.index + first, right=True)
 
     def find_sources(self) -> Tensor:  # (N,) int64
         """The data set of each target."""
@@ -209,7 +210,7 @@ class ReferenceForward:
 
 
 class Teacher(Protocol):
-    """Another model, or this one at another time, that reads the same rows without gradients."""
+    """Another model that reads the same rows without gradients."""
 
     def read(self, micro_batch: MicroBatch, predict: Callable[["RowModel", MicroBatch], Any]) -> Any:
         """Calls `predict` with the teacher's own `RowModel`. Ranks that share a model call this together."""

@@ -4,8 +4,7 @@ images, trackers, and places of exports."""
 import re
 from collections.abc import Iterator
 
-from mini_trainer.options import TeacherOptions, TrainOptions, flag_name
-from mini_trainer.options.doors import FROM_LOGITS, FROM_TOP
+from mini_trainer.options import TrainOptions, flag_name
 from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.problems.finding import complete_rows, list_changed, list_given, list_row_sources
 from mini_trainer.options.urls import WRITABLE, find_url_faults, is_url, split_scheme
@@ -34,50 +33,21 @@ def find_teacher_problems(options: TrainOptions) -> Iterator[str]:
     weighting = objective.loss_weighting
     if weighting is not None and objective.label_smoothing:
         yield f"--loss-weighting {weighting}: weighs only the target's loss, and cannot be used with --label-smoothing"
-    if not o.teacher_weight:
+    if o.teacher_weight is None:
         return
-    if not all(0 <= weight <= 1 for weight in o.teacher_weight):
-        yield f"--teacher-weight {' '.join(map(str, o.teacher_weight))}: must be from 0 to 1"
-    num_sets = max(1, len(options.data.data_path))
-    if len(o.teacher_weight) not in (1, num_sets):
-        sets = "a single data set" if num_sets == 1 else f"the {num_sets} data sets of --data-path"
-        yield f"--teacher-weight: {len(o.teacher_weight)} numbers for {sets}: give one for all of them, or one for each"
+    if options.keep.keep:
+        yield "--keep and --teacher-weight both compare the model with another one: give only one of them"
     for name, value in (("label_smoothing", objective.label_smoothing), ("loss_weighting", weighting)):
         if value:
             yield f"{flag_name(name)}: cannot be used with --teacher-weight, which determines the loss"
-    yield from find_unpaired(o.teacher_data, num_sets)
-    if o.teacher_model == "self" and options.sharding.reshard_after_backward == "never":
+    if o.teacher_model == "self":
+        yield "--teacher-model self: is no longer a teacher: give --keep, or the start's own directory"
+    if o.teacher_model is None and o.teacher_divergence != "forward-kl":
         yield (
-            "--reshard-after-backward never has no effect with --teacher-model self, whose weights replace the"
-            " gathered ones before every micro-batch: leave it out"
+            f"--teacher-divergence {o.teacher_divergence} needs the teacher's probability of each token that the"
+            " model prefers, which files do not have: give --teacher-model"
         )
-    if o.teacher_data and options.sharding.context_parallel is not None:
-        yield "--teacher-data cannot be used with --context-parallel: score the data with score-data --teacher-data"
-    yield from find_teacher_source_problems(o)
-
-
-def find_unpaired(teacher_data: tuple[str, ...], num_sets: int) -> Iterator[str]:
-    if teacher_data and len(teacher_data) != num_sets:
-        yield f"--teacher-data: {len(teacher_data)} for {num_sets} data sets of --data-path"
-
-
-def find_teacher_source_problems(o: TeacherOptions) -> Iterator[str]:
-    """Divergences that this kind of teacher does not have."""
-    if o.teacher_model is None:
-        if o.teacher_divergence not in FROM_TOP:
-            yield (
-                f"--teacher-divergence {o.teacher_divergence} needs the teacher's probability of each token that the"
-                " model prefers, which files do not have: give --teacher-model"
-            )
-        if o.teacher_data:
-            yield "--teacher-data needs --teacher-model: give one, or score the data with score-data --teacher-data"
-        return
-    if o.teacher_divergence not in FROM_LOGITS:
-        yield (
-            f"--teacher-divergence {o.teacher_divergence}: --teacher-model computes the whole distribution: give"
-            " forward-kl"
-        )
-    if "teacher_scores" in list_changed(o):
+    if o.teacher_model is not None and "teacher_scores" in list_changed(o):
         yield "--teacher-scores and --teacher-model both choose the teacher: give only one of them"
 
 

@@ -34,8 +34,7 @@ def check_value(
 ) -> Iterator[str]:
     """The problems of one option that is not at its default."""
     flag, value = name_option(option.name), values[option.name]
-    has_range = (facts.at_least, facts.above) != (None, None)
-    if has_range and isinstance(value, int | float) and not facts.allows(value):
+    if not facts.allows(value):
         turns_off = option.default is not None and type(None) in get_args(option.type)
         yield f"{flag} {value}: {facts.describe_range(is_float=isinstance(value, float), turns_off=turns_off)}"
     for given in () if facts.parse is None or value is None else value if isinstance(value, tuple | list) else (value,):

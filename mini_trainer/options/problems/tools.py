@@ -6,7 +6,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mini_trainer.options import RowOptions, flag_name, parse_named_values, tools
-from mini_trainer.options.problems.choices import find_unpaired
 from mini_trainer.options.problems.finding import list_changed, list_row_sources
 from mini_trainer.options.urls import hide_credentials, is_url
 
@@ -208,13 +207,10 @@ def find_score_problems(o: tools.ScoreDataOptions) -> Iterator[str]:
         yield "no data is given: give tokenized data sets with --data-path"
     if len(set(o.data_path)) < len(o.data_path):
         yield "--data-path: a data set is given twice"
-    yield from find_unpaired(o.teacher_data, len(o.data_path))
+    if o.teacher_data and len(o.teacher_data) != len(o.data_path):
+        yield f"--teacher-data: {len(o.teacher_data)} for {len(o.data_path)} data sets of --data-path"
     if not o.name or not all(letter.isalnum() or letter in "-_" for letter in o.name):
         yield f"--name {o.name!r}: may have only letters, digits, - and _, as it becomes part of a file name"
-    server = {"base_url": o.base_url, "api_key_env": o.api_key_env, "concurrency": o.concurrency}
-    yield from find_engine_problems(tools.EngineOptions(engine=o.engine, **server))
-    if o.engine == "openai" and o.temperature != 1:
-        yield f"--temperature {o.temperature}: a server's log-probabilities are those at temperature 1"
 
 
 def find_continual_problems(o: tools.ContinualOptions) -> Iterator[str]:

@@ -142,15 +142,16 @@ def find_optimization_problems(options: TrainOptions) -> Iterator[str]:
         if is_asked and not options.end.is_given:
             yield f"{what}, but no end is given: add --max-steps, --max-epochs, --max-samples or --max-tokens"
     yield from find_schedule_problems(options)
-    if o.lr_scheduler == "cosine_with_restarts" and not float(o.lr_shape or 0.5).is_integer():
-        yield "--lr-scheduler cosine_with_restarts needs --lr-shape, its whole number of cycles"
+    counts = {"cosine_with_restarts": "cycles", "wsd": "steps of the final decay"}
+    if o.lr_scheduler in counts and not float(o.lr_shape or 1).is_integer():
+        of = counts[o.lr_scheduler]
+        yield f"--lr-shape {o.lr_shape}: must be a whole number with --lr-scheduler {o.lr_scheduler}, its {of}"
     if o.num_warmup_steps and o.lr_scheduler == "constant":
         yield "--num-warmup-steps has no effect with --lr-scheduler constant: use constant_with_warmup"
     yield from find_rate_problems(options)
-    if o.weight_average == "ema" and o.ema_half_life is None:
-        yield "--weight-average ema needs --ema-half-life, in samples"
-    if o.weight_average == "tail" and o.tail_steps is None:
-        yield "--weight-average tail needs --tail-steps, the number of steps up to the run's end"
+    spans = {"ema": "its half-life in samples", "tail": "the number of steps up to the run's end"}
+    if o.weight_average in spans and o.average_over is None:
+        yield f"--weight-average {o.weight_average} needs --average-over, {spans[o.weight_average]}"
     if o.weight_average != "none" and o.master_weights != "float32":
         yield f"--weight-average is kept in fp32, and cannot be used with --master-weights {o.master_weights}"
     if options.osft.osft and o.master_weights != "float32":

@@ -94,9 +94,22 @@ class Packing:
     fill: np.ndarray  # tokens / (micro-batches x ranks x cap)
     idle: np.ndarray  # share of the ranks' time spent on waiting for the slowest
     flops: np.ndarray
-    num_tokens: int  # of the largest row that trains, without what is read ahead
+    num_tokens: int  # of the largest row that trains
     num_trained: int  # most in one micro-batch
-    num_seen: int  # most that a teacher reads beside one, in a row of its own
+
+    def beside(self, other: "Packing") -> "Packing":
+        """The measurements of steps that have the micro-batches of both."""
+        own, others = self.num_micro_batches, other.num_micro_batches
+        share = own / (own + others)
+        return Packing(
+            self.cap,
+            own + others,
+            share * self.fill + (1 - share) * other.fill,
+            share * self.idle + (1 - share) * other.idle,
+            self.flops + other.flops,
+            max(self.num_tokens, other.num_tokens),
+            max(self.num_trained, other.num_trained),
+        )
 
     def describe(self) -> str:
         counts = self.num_micro_batches
@@ -113,26 +126,25 @@ def pack_batches(
     """Packs global batches: the rows of each."""
     rows = []
     for ids in batches:
-        sizes, trained = data.sizes[ids], data.num_loss_tokens[ids]
+        lengths, trained = data.lengths[ids], data.num_loss_tokens[ids]
         load = data.load_of(ids)
-        table = pack_batch(sizes, cap, world_size, flops.attention_cost, load)
-        costs = cost_samples(sizes, flops.attention_cost, load)
+        table = pack_batch(lengths, cap, world_size, flops.attention_cost, load)
+        costs = cost_samples(lengths, flops.attention_cost, load)
         in_row = count_row_tokens(data, ids, objective)
         loads = np.array([[costs[indices].sum() for indices in row] for row in table])  # (micro-batches, ranks)
         cells = [indices for row in table for indices in row]
         rows.append(
             (
                 len(table),
-                sizes.sum() / (len(cells) * cap),
+                lengths.sum() / (len(cells) * cap),
                 1 - loads.mean(axis=1).sum() / loads.max(axis=1).sum(),
                 flops.of_rows(ids, data, objective),
                 max(in_row[indices].sum() for indices in cells),
                 max(trained[indices].sum() for indices in cells),
-                max((sizes - data.lengths[ids])[indices].sum() for indices in cells),
             )
         )
-    *measured, num_tokens, num_trained, num_seen = map(np.array, zip(*rows, strict=True))
-    return Packing(cap, *measured, int(num_tokens.max()), int(num_trained.max()), int(num_seen.max()))
+    *measured, num_tokens, num_trained = map(np.array, zip(*rows, strict=True))
+    return Packing(cap, *measured, int(num_tokens.max()), int(num_trained.max()))
 
 
 def count_row_tokens(data: Mixture, rows: np.ndarray, objective: Objective) -> np.ndarray:  # (rows,)
@@ -177,10 +189,9 @@ def plan_memory(
         packing = pack_run(options, target, run)
     try:
         if obstacle is None and packing is not None:
-            accumulates, longest = bool(packing.num_micro_batches.max() > 1), run.inputs.data.longest_sequence
+            accumulates, longest = bool(packing.num_micro_batches.max() > 1), run.inputs.longest_set.longest_sequence
             most = packing.num_tokens, packing.num_trained  # the largest micro-batch, the most trained tokens
-            load = simulation.Load(*most, longest, accumulates, num_seen=packing.num_seen)
-            memory = simulate(options, target, run, load)
+            memory = simulate(options, target, run, simulation.Load(*most, longest, accumulates))
     except RuntimeError as error:
         obstacle = error
     if obstacle is not None:
@@ -195,16 +206,19 @@ def plan_memory(
 
 def pack_run(options: StepOptions, target: Target, run: PlannedRun) -> Packing:
     """Packs the run's next batches."""
-    num_steps = run.inputs.num_steps
+    inputs, num_steps = run.inputs, run.inputs.num_steps
     num_left = auto_settings.NUM_BATCHES if num_steps is None else num_steps - run.start.step
-    return pack_batches(
-        run.inputs.data,
-        itertools.islice(run.inputs.draw_batches(run.start), max(1, min(auto_settings.NUM_BATCHES, num_left))),
-        run.model.flops,
-        run.inputs.objective,
-        world_size=target.ranks.num_rows,
-        cap=max(options.data.max_tokens_per_gpu * (target.ranks.num_sharing or 1), run.inputs.data.longest),
-    )
+    most = max(1, min(auto_settings.NUM_BATCHES, num_left))
+    cap = max(options.data.max_tokens_per_gpu * (target.ranks.num_sharing or 1), inputs.longest_set.longest)
+
+    def pack(data: Mixture, batches: Iterator[np.ndarray]) -> Packing:
+        chosen, num_rows = itertools.islice(batches, most), target.ranks.num_rows
+        return pack_batches(data, chosen, run.model.flops, inputs.objective, world_size=num_rows, cap=cap)
+
+    packing = pack(inputs.data, inputs.draw_batches(run.start))
+    if inputs.old is None:
+        return packing
+    return packing.beside(pack(inputs.old.data, inputs.old.draw_batches(run.start.step)))
 
 
 def settle_mode(options: StepOptions) -> StepOptions:
@@ -256,9 +270,8 @@ def settle_by_simulation(options: StepOptions, target: Target, run: PlannedRun, 
     unmeasured = sharding.choose_resharding(options.sharding, has_room=is_whole)
     if target.limit is None or not ("auto" in (given, mode) or sharding.is_worth_measuring(unmeasured, target.device)):
         return options
-    data = run.inputs.data
-    batches = run.inputs.draw_batches(run.start)
-    longest, most = auto_settings.count_useful_tokens(data, batches, world_size=target.ranks.num_rows)
+    data = run.inputs.longest_set
+    longest, most = auto_settings.count_useful_tokens(run.inputs, run.start, world_size=target.ranks.num_rows)
     least, enough = longest, max(longest, min(most, ENOUGH_TOKENS))
     num_sharing = target.ranks.num_sharing or 1
     if given != "auto":
@@ -290,7 +303,7 @@ def probe_by_simulation(
     options: StepOptions, target: Target, run: PlannedRun, *, num_tokens: int
 ) -> auto_settings.Probe:
     """Simulates a step of micro-batches of `num_tokens`, every one trained."""
-    load = simulation.Load(num_tokens, num_tokens, longest=run.inputs.data.longest_sequence, accumulates=True)
+    load = simulation.Load(num_tokens, num_tokens, longest=run.inputs.longest_set.longest_sequence, accumulates=True)
     memory = simulate(options, target, run, load)
     needed = target.base + memory.total
     return auto_settings.Probe(
@@ -313,11 +326,10 @@ def simulate(options: StepOptions, target: Target, run: PlannedRun, load: simula
 
 def describe_memory(target: Target, packing: Packing, memory: simulation.StepMemory, findings: Findings) -> None:
     base, lines, num_sharing = target.base, findings.lines, target.ranks.num_sharing
-    seen = f"; a teacher reads {packing.num_seen:,} beside one" if packing.num_seen else ""
     shared = "" if num_sharing is None else f"; {num_sharing} ranks share it, and have an equal part each"
     lines.append(
         f"memory of a rank, at the peak of its largest micro-batch: {packing.num_tokens:,} tokens,"
-        f" {packing.num_trained:,} of them trained{seen}{shared}"
+        f" {packing.num_trained:,} of them trained{shared}"
     )
     items = {words: memory.peak[kind] for kind, words in KINDS.items()}
     items["interpreter and libraries"] = base

@@ -39,7 +39,6 @@ from mini_trainer.model.flops import FlopCount, count_flops
 from mini_trainer.model.method import Full
 from mini_trainer.model.optim.averages import find_first_step
 from mini_trainer.model.optim.optimizers import build_optimizer
-from mini_trainer.objectives.objective import TeacherModel
 from mini_trainer.options import (
     CheckpointOptions,
     ExportOptions,
@@ -53,6 +52,7 @@ from mini_trainer.options import (
     replace_options,
 )
 from mini_trainer.options.reading import read_json
+from mini_trainer.run import keeping, references
 from mini_trainer.run.auto_settings import NUM_BATCHES
 from mini_trainer.run.checkpoint_files import STATE
 from mini_trainer.run.checkpointing import Checkpoint, check_state
@@ -65,7 +65,6 @@ from mini_trainer.run.plan.simulation import PlannedModel, Ranks, lay_out_model
 from mini_trainer.run.preflight import SETTLED, DiskUse, check_directory
 from mini_trainer.run.raw_rows import find_local_data
 from mini_trainer.run.record import check_unused
-from mini_trainer.run.references import find_unscored
 from mini_trainer.run.run_directory import read_origin
 from mini_trainer.run.run_model import build_run_model, describe_schedule, weigh_images
 from mini_trainer.run.start import choose_method, open_inputs, settle_by_device
@@ -192,7 +191,7 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     if model is not None:
         weigh_images(inputs, model.flops)
     reference = findings.problems.attempt(lambda: plan_reference(step_options, target, inputs, model))
-    teacher = findings.problems.attempt(lambda: plan_teacher(step_options, target, inputs, model))
+    teacher = findings.problems.attempt(lambda: plan_teacher(step_options, target, inputs))
     return PlannedRun(inputs, start, make_method, model, reference, teacher)
 
 
@@ -339,7 +338,7 @@ def measure_speed(inputs: RunInputs, options: StepOptions, world: World) -> Spee
             model.look_ahead(micro_batch)
         run_backward(model, micro_batch, batch.divisors)
         times.append(now(world))
-        if inputs.objective.reference is not None:
+        if inputs.objective.reference is not None or inputs.old is not None:
             model.score(micro_batch)
         times.append(now(world))
         counted = [count(rows, inputs.data, inputs.objective) for count in (flops.of_rows, flops.of_scores)]
@@ -391,19 +390,20 @@ def plan_time(
     else:
         left = seconds * max(0, run.inputs.num_steps - run.start.step)
         text += f"; {devices.describe_duration(left + scoring)} for the remaining steps"
-        text += f" and the reference, {devices.describe_duration(scoring)}" if scoring else ""
+        text += f" and the samples to score, {devices.describe_duration(scoring)}" if scoring else ""
     findings.lines.append(text)
 
 
 def plan_scoring(run: PlannedRun, rates: Speed | None, findings: Findings) -> float:
-    """Adds the samples that the reference has to score before the first step; returns the seconds this takes."""
+    """Adds the samples to score before the first step; returns the seconds that this takes."""
     if (reference := run.reference) is None:
         return 0.0
+    what = "reference" if run.inputs.old is None else "keep"
     if not reference.num_rows:
-        findings.lines.append("reference: all samples have been scored before")
+        findings.lines.append(f"{what}: all samples have been scored before")
         return 0.0
     findings.lines.append(
-        f"reference: {reference.num_rows:,} samples to score before the first step, {reference.flops / 1e12:,.2f} TFLOP"
+        f"{what}: {reference.num_rows:,} samples to score before the first step, {reference.flops / 1e12:,.2f} TFLOP"
     )
     return 0.0 if rates is None else reference.flops * rates.seconds_per_scored_flop
 
@@ -422,9 +422,12 @@ def plan_reference(
 ) -> memory.PlannedOther | None:
     """The samples that no run has scored, and what the model or --reference-model needs for them."""
     objective = inputs.objective
-    if model is None or inputs.data is None or objective is None or objective.reference is None:
+    if model is None or inputs.data is None or objective is None:
         return None
-    unscored, flops, num_bytes = find_unscored(inputs), model.flops, 0
+    if inputs.old is None and objective.reference is None:
+        return None
+    find = references.find_unscored if inputs.old is None else keeping.find_unscored
+    unscored, flops, num_bytes = find(inputs), model.flops, 0
     num_rows = sum(len(rows) for _, rows in unscored)
     if (source := inputs.other_models.get(REFERENCE_MODEL)) is not None and num_rows:
         flops, other_bytes = measure_other(options, target, inputs, source)
@@ -433,20 +436,12 @@ def plan_reference(
     return memory.PlannedOther(total, num_bytes, num_rows)
 
 
-def plan_teacher(
-    options: StepOptions, target: Target, inputs: RunInputs, model: PlannedModel | None
-) -> memory.PlannedOther | None:
+def plan_teacher(options: StepOptions, target: Target, inputs: RunInputs) -> memory.PlannedOther | None:
     """The teacher's memory on a rank, and the FLOPs of its forward pass over a batch; None without one."""
-    objective, data = inputs.objective, inputs.data
-    if model is None or inputs.batching is None or objective is None or not isinstance(objective.teacher, TeacherModel):
-        return None
     source = inputs.other_models.get(TEACHER_MODEL)
-    if source is None:  # the model as it is at the start: copies of the trained weights
-        flops = model.flops
-        num_bytes = model.num_trainable * devices.DTYPES[options.optimization.master_weights].itemsize
-    else:
-        flops, num_bytes = measure_other(options, target, inputs, source)
+    if source is None or inputs.batching is None:
+        return None
+    flops, num_bytes = measure_other(options, target, inputs, source)
     rows = np.concatenate(list(itertools.islice(inputs.draw_batches(RunPosition()), NUM_BATCHES)))
     on_rank = 0 if target.ranks.offloads else num_bytes // target.ranks.num_shards
-    read = data if inputs.teacher_data is None else inputs.teacher_data  # whose rows have the same numbers
-    return memory.PlannedOther(flops.of_scores(rows, read, objective) / NUM_BATCHES, on_rank)
+    return memory.PlannedOther(flops.of_scores(rows, inputs.data, inputs.objective) / NUM_BATCHES, on_rank)

@@ -161,7 +161,6 @@ class Load:
     num_trained: int
     longest: int  # tokens of its longest sequence
     accumulates: bool  # the step has several micro-batches, so that gradients are there during the forward pass
-    num_seen: int = 0  # tokens that a teacher reads in a row of its own, as if it had the model's shape
 
 
 @dataclass(frozen=True)
@@ -275,13 +274,6 @@ def simulate_step(options: StepOptions, planned: PlannedModel, load: Load, ranks
             for param in params:
                 if param.grad is not None:
                     counter.count(param.grad, "gradients")
-            peaks.append(counter.peak)
-        if load.num_seen:
-            counter.reset_peak()
-            with _disable_current_modes():
-                seen = planned.objective.make_probe(load.num_seen, load.num_trained, longest=load.longest)
-            simulated = seen.map(lambda tensor: counter.count(known.simulate(tensor)))
-            packed_model.predict(simulated, lambda row_model, micro_batch: row_model.encode(micro_batch))
             peaks.append(counter.peak)
     elsewhere = (OFFLOADED, *(SHARDED if ranks.offloads else ()))
     peaks = [Counter({kind: size for kind, size in peak.items() if kind not in elsewhere}) for peak in peaks]

@@ -150,7 +150,7 @@ def check_option(name: str, value: Any, options_class: type) -> Any:
     value = list(value) if isinstance(value, tuple) else value
     parsed = () if value == [] and is_list else parse_value(name, value, options_class)
     facts = list_facts(options_class)[name]
-    if (facts.at_least, facts.above) != (None, None) and isinstance(parsed, int | float) and not facts.allows(parsed):
+    if not facts.allows(parsed):
         raise ValueError(f"{name} {facts.describe_range(is_float=isinstance(parsed, float), turns_off=False)}")
     return parsed
 

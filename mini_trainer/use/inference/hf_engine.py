@@ -143,8 +143,13 @@ class HFEngine:
             batches += [together[i : i + self.batch_size] for i in range(0, len(together), self.batch_size)]
         return sorted(batches, key=lambda batch: len(batch[0][1]), reverse=True)
 
-    @torch.no_grad()
     def answer_batch(self, batch: Sequence[EncodedRequest]) -> Iterator[tuple[Request, Answer]]:
+        for (request, ids), drawn in zip(batch, self.draw(batch), strict=True):
+            yield request, self.read_answer(drawn, num_prompt_tokens=len(ids))
+
+    @torch.no_grad()
+    def draw(self, batch: Sequence[EncodedRequest]) -> list[list[int]]:
+        """The new tokens of each request, up to the first stop token, with it."""
         longest = max(len(ids) for _, ids in batch)
         input_ids = torch.full((len(batch), longest), self.config.pad_token_id)
         mask = torch.zeros_like(input_ids)
@@ -165,8 +170,12 @@ class HFEngine:
                     f" --batch-size or --max-new-tokens ({str(error).splitlines()[0]})"
                 ) from None
             raise
-        for (request, ids), row in zip(batch, outputs[:, longest:].tolist(), strict=True):
-            yield request, self.read_answer(row, num_prompt_tokens=len(ids))
+        return [self.cut(ids) for ids in outputs[:, longest:].tolist()]
+
+    def cut(self, ids: list[int]) -> list[int]:
+        """The tokens up to the first stop token; the rest is padding."""
+        ends = (i for i, token in enumerate(ids, start=1) if token in self.config.eos_token_id)
+        return ids[: next(ends, len(ids))]
 
     def limit_to(self, num_prompt_tokens: int) -> GenerationConfig:
         """The generation config for a prompt of this length, with answers limited to the rest of the context."""
@@ -175,11 +184,10 @@ class HFEngine:
         return config
 
     def read_answer(self, ids: list[int], *, num_prompt_tokens: int) -> Answer:
-        """Decodes the tokens up to the first stop token; the rest is padding."""
-        ends = [i for i, token in enumerate(ids) if token in self.config.eos_token_id]
-        num_tokens = ends[0] + 1 if ends else len(ids)
-        text = self.tokenizer.decode(ids[:num_tokens], skip_special_tokens=True)
-        return Answer(text, "stop" if ends else "length", num_prompt_tokens, num_tokens)
+        """Decodes the tokens."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        has_ended = bool(ids) and ids[-1] in self.config.eos_token_id
+        return Answer(text, "stop" if has_ended else "length", num_prompt_tokens, len(ids))
 
     def stream(self, prompt: Prompt) -> Iterator[str]:
         """Generates in a thread; closing the iterator stops the thread and waits for it."""

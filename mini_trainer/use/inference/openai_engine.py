@@ -142,7 +142,7 @@ def read_context(reason: str) -> int | None:
 NUM_RETRIES = 6  # with exponential backoff, up to the client's 8 seconds
 SECONDS_FOR_AN_ANSWER = 1800.0  # without a byte: the server may be generating
 SECONDS_TO_CONNECT = 60.0
-MAX_RESPONSE = 1 << 29  # bytes; the log-probabilities of 128k tokens, 32 of each, have 0.4 GB
+MAX_RESPONSE = 1 << 29  # bytes, far above any answer
 # Raised when a response does not follow the protocol.
 MALFORMED = (AttributeError, TypeError, LookupError, RecursionError)
 MAX_SHOWN = 200  # characters of such a response in messages
