@@ -351,7 +351,7 @@ def test_the_references_scores_count_until_a_run_has_written_them(plan, pairs, w
     elsewhere_on = dict(plan_for="2xH100", memory_budget_gb=80.0)
     code, text = plan(**pairs, **elsewhere_on)
     assert code == ExitCode.DONE and re.search("^reference: 40 samples .* 0.00 TFLOP", text, re.MULTILINE), text
-    assert "the reference, 0:00:00" in text and "while --reference-model" not in text
+    assert "the samples to score, 0:00:00" in text and "while --reference-model" not in text
     _, text = plan(**pairs, **elsewhere_on, preference_loss="simpo")
     assert "reference" not in text
     _, text = plan(**pairs, **elsewhere_on, preference_loss="orpo")  # whose gradients have a divisor of their own

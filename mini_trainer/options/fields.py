@@ -164,7 +164,7 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 def parse_steps_or_share(value: float) -> None:
     """ValueError for a number of steps that is neither whole nor a share below 1."""
-    if value >= 1 and not float(value).is_integer():
+    if value >= 1 and value % 1 != 0:
         raise ValueError(f"{value}: must be a whole number of steps (100), or a share of the run's below 1 (0.03)")
 
 

@@ -143,7 +143,7 @@ def find_optimization_problems(options: TrainOptions) -> Iterator[str]:
             yield f"{what}, but no end is given: add --max-steps, --max-epochs, --max-samples or --max-tokens"
     yield from find_schedule_problems(options)
     counts = {"cosine_with_restarts": "cycles", "wsd": "steps of the final decay"}
-    if o.lr_scheduler in counts and not float(o.lr_shape or 1).is_integer():
+    if o.lr_scheduler in counts and (o.lr_shape or 1) % 1 != 0:
         of = counts[o.lr_scheduler]
         yield f"--lr-shape {o.lr_shape}: must be a whole number with --lr-scheduler {o.lr_scheduler}, its {of}"
     if o.num_warmup_steps and o.lr_scheduler == "constant":
