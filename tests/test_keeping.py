@@ -12,13 +12,12 @@ import pytest
 import torch
 from breadth import long, wide
 from in_process import train_on
-from plain_loop import train_plainly
+from plain_loop import load, read_logits, train_plainly
 from scored_data import write_data
 from small_runs import forget_since, read_rows
 from tiny_data import write_counting_chats, write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -53,17 +52,6 @@ def make_options(root: Path, model: Path, **changes: object) -> dict:
 
 def read_numbers(root: Path) -> np.ndarray:
     return np.array([[row[key] for key in NUMBERS] for row in read_rows(root / "run")])
-
-
-def load(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-
-def read_logits(model: torch.nn.Module, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits at a sample's trained tokens, and these tokens."""
-    labels = torch.from_numpy(sample["labels"].astype(np.int64))[1:]
-    logits = model(input_ids=torch.from_numpy(sample["input_ids"].astype(np.int64))[None]).logits[0, :-1]
-    return logits[labels >= 0], labels[labels >= 0]
 
 
 def diverge(start: torch.Tensor, logits: torch.Tensor, top_k: int | None) -> torch.Tensor:

@@ -10,12 +10,13 @@ import torch
 from breadth import long, wide
 from in_process import train_on
 from peft import LoraConfig, PeftModel, get_peft_model
+from plain_loop import load, read_logits
 from scored_data import TOP_K, score_here, write_data
 from small_runs import check_step, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, change_json, save_model, save_tokenizer
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -152,17 +153,6 @@ def make_options(root: Path, models: tuple[Path, Path], **changes: object) -> di
         batch_size=BATCH_SIZE, max_tokens_per_gpu=64, learning_rate=1e-2, max_steps=3, compute_dtype="float32",
         activation_checkpointing="none", export_dtype="float32", teacher_weight=0.6, checkpoint_every_steps=1,
     ) | changes  # fmt: skip
-
-
-def load(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-
-def read_logits(model: torch.nn.Module, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits at a sample's trained tokens, and these tokens."""
-    labels = torch.from_numpy(sample["labels"].astype(np.int64))[1:]
-    logits = model(input_ids=torch.from_numpy(sample["input_ids"].astype(np.int64))[None]).logits[0, :-1]
-    return logits[labels >= 0], labels[labels >= 0]
 
 
 @torch.no_grad()

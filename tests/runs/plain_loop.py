@@ -1,8 +1,11 @@
 """A run as AdamW alone computes it, for comparison with the program's."""
 
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.sampler import draw_samples
@@ -34,3 +37,14 @@ def train_plainly(
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms
+
+
+def load(path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def read_logits(model: torch.nn.Module, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits at a sample's trained tokens, and these tokens."""
+    labels = torch.from_numpy(sample["labels"].astype(np.int64))[1:]
+    logits = model(input_ids=torch.from_numpy(sample["input_ids"].astype(np.int64))[None]).logits[0, :-1]
+    return logits[labels >= 0], labels[labels >= 0]
