@@ -24,6 +24,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.options import DataOptions, TrainOptions, group_options, replace_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.checkpointing import NoValidCheckpoint
 from mini_trainer.run.keeping import StartScores
 from mini_trainer.run.old_stream import open_stream
 from mini_trainer.run.raw_rows import find_data
@@ -209,7 +210,8 @@ def test_a_share_is_of_other_than_the_batch(model, world, tmp_path):
 
 
 def test_a_continued_run_keeps_another_start(model, world, tmp_path):
-    """It keeps what the checkpoint of --continue-from knows, also where it is resumed and has to ask it again."""
+    """It keeps what the checkpoint of --continue-from knows, also where it is resumed and has to ask it again, unless
+    that is damaged."""
     train_on(1, world, **make_options(tmp_path / "one", model, max_steps=1))
     origin = shutil.copytree(tmp_path / "one" / "run" / "checkpoints" / "step_1", tmp_path / "origin")
     for root in ("whole", "resumed"):
@@ -223,6 +225,10 @@ def test_a_continued_run_keeps_another_start(model, world, tmp_path):
     numbers = read_numbers(tmp_path / "whole")
     np.testing.assert_array_equal(read_numbers(tmp_path / "resumed"), numbers)
     assert abs(numbers[0, 2]) < 1e-6 < numbers[1, 2]
+    part = origin / "rank_00000.safetensors"
+    part.write_bytes(part.read_bytes()[:-9] + b"elsewhere")
+    with pytest.raises(NoValidCheckpoint, match=r"--continue-from \S*origin: .*rank_00000"):
+        train_on(1, world, **options | dict(seed=3, max_steps=3))
 
 
 def test_a_run_resumes_with_other_old_samples(model, world, tmp_path):
