@@ -188,7 +188,7 @@ def test_old_samples_balance_the_experts(world, tmp_path):
 
 
 def test_a_share_is_of_other_than_the_batch(model, world, tmp_path):
-    """A share of --batch-size counts samples, one of --batch-tokens tokens. All else is logged of the new ones alone."""
+    """A share of --batch-size counts samples, one of --batch-tokens tokens. What else is logged counts the new ones."""
     for name, changes in {"half": dict(keep_share=0.5), "all": dict(keep_share=2.0), "none": dict(keep=())}.items():
         train_on(1, world, **make_options(tmp_path / name, model, max_steps=2, **changes))
     rows = {name: read_rows(tmp_path / name / "run") for name in ("half", "all", "none")}
