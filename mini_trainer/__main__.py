@@ -16,7 +16,7 @@ import runpy
 import signal
 import sys
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 
 class Program(NamedTuple):
@@ -120,9 +120,12 @@ def main() -> None:
         num_processes = str(max(1, count_gpus())) if word == "train" else "1"
     if num_processes not in ("gpu", "cpu", "auto") and not (num_processes.isdecimal() and int(num_processes) > 0):
         refuse(f"--nproc-per-node {num_processes}: must be a number of at least 1, or gpu, cpu or auto")
-    if word == "train" and ("self" in argv or any(one.startswith("--config") for one in argv)):
-        draw_own_samples(argv)
     if num_processes == "1" and not torchrun_options:
+        if word == "train" and ("self" in argv or any(one.startswith("--config") for one in argv)):
+            from mini_trainer.options.command_line import parse_options
+
+            sys.argv[1:] = argv
+            draw_own_samples(parse_options(PROGRAMS[word].read_options()))
         become_program(word, argv)
     sys.exit(run_under_torchrun(word, {"nproc-per-node": num_processes} | torchrun_options, argv))
 
@@ -199,13 +202,11 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def draw_own_samples(argv: list[str]) -> None:
-    """Draws the samples of `train --keep self`, in a process of its own, if the cache does not have them."""
+def draw_own_samples(options: Any) -> None:
+    """Draws the samples of `train --keep self`, in a process of its own, if the cache does not have them. `options`: of
+    train."""
     from mini_trainer.options import SELF
-    from mini_trainer.options.command_line import parse_options
 
-    sys.argv[1:] = argv
-    options = parse_options(PROGRAMS["train"].read_options())
     if SELF not in (*options.keep.keep, options.osft.osft_calibration_data) or options.plan.dry_run:
         return
     from mini_trainer.distributed.children import end_child, start_child
@@ -243,6 +244,8 @@ def run_under_torchrun(word: str, torchrun_options: dict[str, str], argv: list[s
         from mini_trainer.run.preflight import begin
 
         begin(options)
+    if word == "train":
+        draw_own_samples(options)
     before = exit_file and identify_file(exit_file)
     os.environ |= find_this_package()
 

@@ -122,5 +122,10 @@ def test_a_run_does_not_find_what_its_model_has_drawn(model, tmp_path):
     assert [row["num_kept_tokens"] > 0 for row in read_rows(tmp_path / "one")] == [True, True]
     assert (tmp_path / "one" / "kept_samples.jsonl").read_bytes() == samples.read_bytes()
     assert json.loads((tmp_path / "one" / "kept_samples.jsonl.meta.json").read_text()) == about
+    done = run([*launch, *kept, "--output-dir", str(tmp_path / "one")])
+    assert done.returncode == 0 and done.stderr.startswith("done already"), done.stderr
+    (tmp_path / "others.jsonl").write_bytes((tmp_path / "chats.jsonl").read_bytes())
+    other = [*kept[:2], str(tmp_path / "others.jsonl"), *kept[3:]]
+    assert "done already" not in run([*launch, *other, "--output-dir", str(tmp_path / "one")]).stderr
     params = json.loads((tmp_path / "one" / "training_params.json").read_text())
     assert params["options"]["keep"][0] == str(samples)

@@ -80,7 +80,8 @@ def add_scores(inputs: RunInputs, model: PackedModel, *, world: World, progress:
             progress("another run that scores the same old samples")
             time.sleep(1)
         missing = call_on_rank0(world, lambda: find_missing(paths))
-        log.info(f"keep: {len(rows):,} samples in the run's steps, {count_rows(rows, missing):,} of them to score")
+        num_missing = sum(len(take_part(rows, number)) for number in missing)
+        log.info(f"keep: {len(rows):,} samples in the run's steps, {num_missing:,} of them to score")
         for number in missing:
             found = score_data(
                 model,
@@ -126,21 +127,14 @@ def locate_scores(inputs: RunInputs) -> tuple[np.ndarray, list[Path]]:
     old, cache_dir = inputs.old, expand(inputs.values["data_cache_dir"])
     rows = old.list_drawn(inputs.num_steps)
     digests = [digest_data(source) for source in old.data.sources]
-    key = hash_json([identify_start(inputs), inputs.objective.top_k, digests, hash_array(rows)])
+    drawn = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
+    key = hash_json([identify_start(inputs), inputs.objective.top_k, digests, drawn])
     folder = cache_dir / FOLDER / key[:KEY_LENGTH]
     return rows, [folder / f"{number:05}.records" for number in range(-(-len(rows) // PART_SIZE))]
 
 
-def hash_array(array: np.ndarray) -> str:
-    return hashlib.sha256(array.astype("<i8").tobytes()).hexdigest()
-
-
 def take_part(rows: np.ndarray, number: int) -> np.ndarray:
     return rows[number * PART_SIZE : (number + 1) * PART_SIZE]
-
-
-def count_rows(rows: np.ndarray, parts: Sequence[int]) -> int:
-    return sum(len(take_part(rows, number)) for number in parts)
 
 
 def hold(paths: Sequence[Path], held: contextlib.ExitStack) -> bool:

@@ -13,14 +13,14 @@ from pathlib import Path
 from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.stores.model_files import find_model, find_weights
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_tokenizer
+from mini_trainer.data.tokenized.detection import DRAWN_FILE
 from mini_trainer.distributed.command import name_program
 from mini_trainer.model.fingerprints import fingerprint_model
 from mini_trainer.options import TrainOptions, flag_name
 from mini_trainer.options.places import expand
 from mini_trainer.options.tools import DrawSamplesOptions
 
-FOLDER, FILE = "drawn", "samples.jsonl"
-KEY_LENGTH, VERSION = 32, 1
+FOLDER, KEY_LENGTH, VERSION = "drawn", 32, 1
 
 
 def describe_drawing(o: DrawSamplesOptions) -> dict[str, float]:
@@ -47,7 +47,7 @@ def locate_samples(o: DrawSamplesOptions) -> Path:
     tokenizer = load_tokenizer(model_dir, trust_remote_code=o.trust_remote_code)
     prints = [fingerprint_model(model_dir), fingerprint_tokenizer(tokenizer), fingerprint_chat_template(tokenizer)]
     key = hash_json([*prints, describe_drawing(o), VERSION])
-    return expand(o.data_cache_dir) / FOLDER / key[:KEY_LENGTH] / FILE
+    return expand(o.data_cache_dir) / FOLDER / key[:KEY_LENGTH] / DRAWN_FILE
 
 
 def find_samples(options: TrainOptions, *, flag: str) -> str:

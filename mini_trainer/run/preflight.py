@@ -135,7 +135,12 @@ def describe_done(options: TrainOptions, params: dict[str, Any]) -> str | None:
     if names_raw_data(options):  # which become data sets
         settled |= {"data_path"} if not values["data_path"] else set()
         settled |= {"validation_data_path"} if values["validation_share"] else set()
-        settled |= {"keep"} if values["keep"] else set()
+        if values["keep"]:
+            from mini_trainer.data.tokenized.detection import may_become
+
+            given, known = values["keep"], params["options"].get("keep") or ()
+            is_same = len(given) == len(known) and all(map(may_become, given, known))
+            settled |= {"keep"} if is_same else set()
     has_models = not (options.exports.save_final_checkpoint or options.exports.on_the_way) or (models / LATEST).is_dir()
     if changed - settled or not has_models or not is_one_node() or has_newer_inputs(params, values):
         return None
@@ -163,7 +168,8 @@ def has_newer_inputs(params: Mapping[str, Any], values: Mapping[str, Any]) -> bo
     named = [text for text in texts if isinstance(text, str)]
     if is_elsewhere or any(map(is_url, named)) or directory != os.getcwd():
         return True
-    paths = [path for path in named if os.path.exists(path) and Path(path) != Path(values["output_dir"])]
+    own = {values[name] for name in ("output_dir", "data_cache_dir", "osft_cache_dir")}  # which a start writes to
+    paths = [path for path in named if os.path.exists(path) and path not in own]
     paths += [file.path for path in filter(os.path.isdir, paths) for file in os.scandir(path)]
     return any(max(os.stat(path).st_ctime, os.lstat(path).st_ctime) > begun for path in paths)
 

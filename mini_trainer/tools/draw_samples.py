@@ -24,7 +24,7 @@ import numpy as np
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.stores.contents import sign
-from mini_trainer.data.stores.disk import check_output, locked, make_parent, write_text
+from mini_trainer.data.stores.disk import check_output, locked, make_parent, written_aside
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.outputs import DataSetFiles
 from mini_trainer.distributed.messages import say, show_progress
@@ -55,12 +55,8 @@ def draw(o: DrawSamplesOptions, world: World) -> None:
 
 
 def write_samples(path: Path, o: DrawSamplesOptions, world: World) -> None:
-    found = find_answering_model(
-        o.model_name_or_path,
-        revision=o.model_revision,
-        trust_remote_code=o.trust_remote_code,
-        flag="--model-name-or-path",
-    )
+    model, revision, trusts = o.model_name_or_path, o.model_revision, o.trust_remote_code
+    found = find_answering_model(model, revision=revision, trust_remote_code=trusts, flag="--model-name-or-path")
     check_answering(found)
     if not o.skip_verification:
         found.verify()
@@ -70,9 +66,10 @@ def write_samples(path: Path, o: DrawSamplesOptions, world: World) -> None:
     )
     samples = draw_samples(engine, o.num_samples, show=lambda batches: show_progress(batches, "drawing", unit="batch"))
     files, rows = DataSetFiles(path), [make_row(sample, found.tokenizer) for sample in samples]
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     about = describe_samples(samples, found) | {"drawn_with": describe_drawing(o)}
-    write_text(files.sidecar, json.dumps(sign(about | {"file": hash_file(path)}), indent=2) + "\n")
+    with written_aside(files.sidecar, path) as aside:  # in this order: samples that are there are complete
+        aside[1].write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        aside[0].write_text(json.dumps(sign(about | {"file": hash_file(aside[1])}), indent=2) + "\n", encoding="utf-8")
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in about["kinds"].items())
     say(f"wrote {len(samples):,} samples ({kinds}; {about['num_loss_counted_tokens']:,} drawn tokens) to {path}")
 

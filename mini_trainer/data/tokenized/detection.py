@@ -1,14 +1,16 @@
-"""Whether a file is a tokenized data set."""
+"""Whether a file is a tokenized data set, and what becomes one."""
 
 import json
 from collections.abc import Collection
 from pathlib import Path
 
+from mini_trainer.options import SELF
 from mini_trainer.options.reading import open_regular
 from mini_trainer.options.urls import is_url
 
 ENDING = ".meta.json"  # of the file next to a data set that records its sources
 TOKENS_COLUMN = "input_ids"
+DRAWN_FILE = "samples.jsonl"  # of samples that a model has drawn (--keep self)
 
 
 def is_tokenized(path: str) -> bool:
@@ -16,6 +18,13 @@ def is_tokenized(path: str) -> bool:
     if path.endswith(".arrow") or (not is_url(path) and Path(f"{path}{ENDING}").exists()):
         return True
     return not is_url(path) and Path(path).is_file() and TOKENS_COLUMN in list_columns(Path(path))
+
+
+def may_become(given: str, data: str) -> bool:
+    """Whether this data set can be the one that a value of --keep was made into: by its name, which rows hand on."""
+    if given != SELF and is_tokenized(given):
+        return given == data
+    return Path(data).name.split(".")[0] == Path(DRAWN_FILE if given == SELF else given).name.split(".")[0]
 
 
 def list_columns(path: Path) -> Collection[str]:
