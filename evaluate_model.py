@@ -1,6 +1,6 @@
 """Measures models side by side: losses and classes on tokenized sets, answers to tasks, EleutherAI's harness.
 
-    python evaluate_model.py --run runs/qwen --model Qwen/Qwen2.5-7B --task gsm8k_test.jsonl --output-dir compared
+    python evaluate_model.py Qwen/Qwen2.5-7B runs/qwen/hf_format/samples_* --task gsm8k_test.jsonl --output-dir compared
     python evaluate_model.py --model base tuned --data held_out.arrow --output-dir compared
     torchrun --nproc-per-node=8 evaluate_model.py --model base tuned --task questions.jsonl --output-dir compared
 
@@ -50,7 +50,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
         raise ValueError("--lm-eval, and engines other than hf, run in one process, but torchrun has started several")
     check_harness(options.lm_eval)
     options = replace(options, **download_data_sets({"data": options.data}, world, cache_dir=options.data_cache_dir))
-    models = list_models(options.model, options.run)
+    models = list_models(options.model)
     names = name_files([*options.task, *options.data])
     tasks = [open_task(path, names[path], options) for path in options.task]
     data_sets = {names[path]: open_set(path, cache_dir=options.data_cache_dir) for path in options.data}

@@ -21,9 +21,10 @@ from pathlib import Path
 from mini_trainer.data.rows.prompts import read_prompts
 from mini_trainer.data.stores.disk import check_output, make_parent
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
-from mini_trainer.distributed.messages import say
+from mini_trainer.distributed.messages import say, say_note
 from mini_trainer.distributed.world import World, call_with_world
 from mini_trainer.options import flatten_options
+from mini_trainer.options.problems.finding import require
 from mini_trainer.use.inference import answers
 from mini_trainer.use.inference.engine import Engine, open_engine
 from mini_trainer.use.inference.loading import find_given_model
@@ -36,8 +37,12 @@ def generate(options: GenerateOptions, world: World) -> None:
         raise ValueError(f"--engine {options.engines.engine}: runs in one process, and torchrun has started several")
     compare_ranks(world, lambda: describe_program(flatten_options(options), world, may_differ=("config", "output")))
     if not options.prompts:
-        chat(open_model(options, world))
-        return
+        if options.browser:
+            require("gradio", flag="--browser")
+            from mini_trainer.use.inference.browser import serve_chat
+        say_note(f"loading {options.model}")
+        engine = open_model(options, world)
+        return serve_chat(engine, title=options.model, port=options.port) if options.browser else chat(engine)
     output = Path(options.output)
     check_output(output)
     prompts = read_prompts(options.prompts, options.format)

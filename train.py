@@ -55,7 +55,7 @@ from mini_trainer.model.optim.optimizers import build_optimizer, learning_rate_a
 from mini_trainer.run.due import Calendar
 from mini_trainer.run.end_report import describe_continuing, describe_result
 from mini_trainer.run.exports import Exports
-from mini_trainer.run.identity import describe_run, flatten_with_urls
+from mini_trainer.run.identity import describe_run
 from mini_trainer.run.metrics import StepMeter
 from mini_trainer.run.preflight import check_start
 from mini_trainer.run.run_directory import RunDirectory
@@ -72,8 +72,9 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     # Check inputs before anything large is loaded.
     options = settle_by_device(options, world.device, world)
     run = RunDirectory(options.output_dir, options.checkpoints, world, control)
-    log.info(describe_run(flatten_with_urls(options), world))
+    log.info(describe_run(world))
     inputs = open_inputs(options, device=world.device, world_size=world.world_size, start=run.start, origin=run.origin)
+    options = inputs.options
     for warning in inputs.warnings:
         log.warning(f"warning: {warning}")
     inputs.errors.raise_all()

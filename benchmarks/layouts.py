@@ -107,7 +107,7 @@ def lay_out_few(name: str, num_blocks: int, num_sharing: int) -> tuple[TrainOpti
         context_parallel=num_sharing if num_sharing > 1 else None,
     )  # fmt: skip
     inputs = RunInputs(
-        TextFamily(), choose_method(options), options.data, options.model, torch.bfloat16, objective=CausalLM()
+        TextFamily(), choose_method(options), options.data, options, torch.bfloat16, objective=CausalLM()
     )
     inputs.model_dir, inputs.config = "", make_config(name, num_blocks)
     return options, lay_out_model(choose_step_options(options), inputs, options.compute, choose_method(options))

@@ -199,7 +199,7 @@ def simulate_bytes(shape: dict, ratio: float, dtype: str) -> int:
         TextFamily(),
         OSFT(options.osft),
         options.data,
-        options.model,
+        options,
         compute_dtype,
         model_dir="",
         config=LlamaConfig(**shape),

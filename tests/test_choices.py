@@ -1,73 +1,39 @@
-"""Options with a fixed set of values: each has code, and other values are refused by their names at the start."""
+"""Batch size, epochs and learning rate of runs that do not name them."""
 
-import dataclasses
-import functools
-import logging
-from collections.abc import Callable, Collection
-from typing import Any, get_origin
+import json
 
 import pytest
-import torch
+from in_process import train_here
+from small_runs import OPTIONS, make_inputs, read_rows
+from transformers import LlamaConfig
 
-from mini_trainer import options as train_options
-from mini_trainer.data.chat.linting import DOUBTS
-from mini_trainer.data.chat.masking import THINKING_PREFIXES
-from mini_trainer.data.columns.label_columns import LABEL_TYPES
-from mini_trainer.model.attention import BACKENDS
-from mini_trainer.model.methods.osft_subspaces import BASES
-from mini_trainer.objectives.preferences import LOSSES
-from mini_trainer.options import TrainOptions, doors, flag_name, flatten_options, group_options, tools
-from mini_trainer.options.command_line import refuse_unknown_words
-from mini_trainer.options.fields import iterate_fields, list_choices
-from mini_trainer.process_data import process_data
-from mini_trainer.run.start import open_inputs
-from mini_trainer.sampler import RunPosition
-from mini_trainer.use.exporters.gguf_file import TYPES
-
-open_run = functools.partial(open_inputs, device=torch.device("cpu"), world_size=1, start=RunPosition())
-# Programs that check values which Python passes; those of the others come from the command line alone.
-CHECKED: dict[type, Callable[[Any], Any]] = {TrainOptions: open_run, tools.ProcessDataOptions: process_data}
-GROUPS = {cls for cls in {**vars(train_options), **vars(tools)}.values() if dataclasses.is_dataclass(cls)}
-PARTS = {entry.type for cls in GROUPS for entry in dataclasses.fields(cls)}
-PROGRAMS = sorted((cls for cls in GROUPS - PARTS if cls.__name__.endswith("Options")), key=lambda cls: cls.__name__)
-CHOICES = [(program, name) for program in PROGRAMS for name in list_choices(program)]
-# What the code has, by option; of options of several programs, for all of them.
-CODE: dict[str, Collection[str]] = {
-    "refuse": DOUBTS,
-    "dtype": ("auto", *doors.DTYPES, *TYPES),
-    "label_type": LABEL_TYPES,
-    "logging_level": logging.getLevelNamesMapping(),
-    "master_weights": doors.DTYPES,
-    "osft_basis": BASES,
-    "preference_loss": LOSSES,
-    "thinking_prefix": THINKING_PREFIXES,
-}
+from mini_trainer.options import TrainOptions, group_options
+from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run.choices import choose_batch_size, choose_epochs, choose_rate, estimate_size
 
 
-def make_options(program: type, **values: object) -> Any:
-    """Options of a program, those that are required being any text."""
-    required = {
-        option.name: ("any",) if get_origin(option.type) is tuple else "any"
-        for option, _ in iterate_fields(program)
-        if option.default is dataclasses.MISSING and option.default_factory is dataclasses.MISSING
-    }
-    return group_options(program, **(required | values))
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size", "epochs"),
+    [(1, 4, 10), (60, 4, 10), (96, 4, 9), (200, 8, 8), (1_000, 16, 4), (10_000, 64, 2), (1_000_000, 64, 1)],
+)
+def test_small_data_make_few_updates_or_large_data_many_epochs(num_samples, batch_size, epochs):
+    assert choose_batch_size(num_samples) == batch_size
+    assert choose_epochs(num_samples / batch_size) == epochs
 
 
-@pytest.mark.parametrize(("program", "name"), CHOICES, ids=[f"{program.__name__}-{name}" for program, name in CHOICES])
-def test_a_value_that_is_none_of_the_choices_is_refused_by_name(program, name):
-    default = flatten_options(make_options(program))[name]
-    value = ("new-choice",) if isinstance(default, tuple) else "new-choice"
-    with pytest.raises(ValueError, match=f"{flag_name(name)} new-choice: allowed: "):
-        if program in CHECKED:
-            CHECKED[program](make_options(program, **{name: value}))
-        refuse_unknown_words([flag_name(name), "new-choice"], program)
+def test_a_rate_does_not_depend_on_method_and_size():
+    asked = [("lora", 1e6), ("lora", 1.5e9), ("full", 1.5e9), ("full", 70e9)]
+    assert [choose_rate(*each) for each in asked] == [1e-3, 2e-4, 2e-5, 3e-6]
+    config = LlamaConfig(hidden_size=4096, num_hidden_layers=32, vocab_size=32_000, intermediate_size=11_008)
+    assert estimate_size(config) == pytest.approx(6.7e9, rel=0.05)
 
 
-def test_every_value_that_is_offered_has_code():
-    assert doors.ATTENTION.keys() == BACKENDS.keys()
-    missing = {
-        (program, name): {*list_choices(program)[name]} - {*CODE[name]} for program, name in CHOICES if name in CODE
-    }
-    assert not any(missing.values()), missing
-    assert CODE.keys() <= {name for _, name in CHOICES} and len(CHOICES) > 40
+def test_a_value_that_is_not_given_is_not_chosen_or_recorded_or_a_given_one_is_changed(world, tmp_path):
+    named = {"batch_size", "max_steps", "learning_rate"}
+    options = {name: value for name, value in OPTIONS.items() if name not in named} | make_inputs(tmp_path, "llama")
+    assert find_problems(group_options(TrainOptions, **options, output_dir="run", lr_scheduler="cosine")) == []
+    train_here(world, **options, output_dir=str(tmp_path / "run"), max_epochs=1)
+    recorded = json.loads((tmp_path / "run" / "training_params.json").read_text())["options"]
+    assert (recorded["batch_size"], recorded["max_epochs"], recorded["learning_rate"]) == (4, 1, 1e-3)
+    steps = read_rows(tmp_path / "run")
+    assert len(steps) == 5 and {step["num_samples"] for step in steps} == {4} and steps[-1]["lr"] == 1e-3

@@ -343,7 +343,7 @@ BROKEN = {  # file, what follows two good rows (or a whole file), the message
     "open.csv": (TABLE + b'"a,pos\nb,neg\n', r"open.csv: .*quote in line 4"),
     "mac.csv": (b"text,label\ra,pos\rb,neg\r", r"mac.csv: .*line 1, .*new-line character"),
     "utf16.csv": ("text,label\na,pos\n".encode("utf-16"), r"utf16.csv: .*first line .*UTF-16"),
-    "semicolon.csv": (b"text;label\na;pos\n", r"semicolon.csv: .*'text;label', .*semicolons"),
+    "both.csv": (b"text;label|n\na;pos|1\n", r"both.csv: .*'text;label\|n': .*semicolons or bars"),
     "twice.csv": (b"text,label,text\na,pos,b\n", r"twice.csv: .*'text' twice"),
     "other.csv": (b"review,stars\na,1\nb,2\n", r"other.csv:2: .*'stars'\] \(--columns text=\)"),
     "header.csv": (b"text,label\n", r"header.csv: .*no rows"),

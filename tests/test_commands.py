@@ -24,7 +24,7 @@ from program import ROOT
 from tiny_data import write_jsonl
 from tiny_vision import make_image, save_vision_model
 
-from mini_trainer.__main__ import PROGRAMS, name_model, split_options
+from mini_trainer.__main__ import PROGRAMS, split_options
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"sh", "text", "python", "yaml", "json"}
@@ -110,7 +110,7 @@ class Shell:
             if words[0] == "train" and "self" in words:  # as the launcher does
                 model = words[words.index("--model-name-or-path") + 1]
                 self.run_program("mini-trainer", folder, ["draw-samples", "--model-name-or-path", model])
-            words = [find_spec(f"mini_trainer.{PROGRAMS[words[0]][0]}").origin, *name_model(words[0], words[1:])]
+            words = [find_spec(f"mini_trainer.{PROGRAMS[words[0]][0]}").origin, *words[1:]]
         elif program == "torchrun":
             words = words[next(i for i, word in enumerate(words) if not word.startswith("--")) :]
         if words[0] == "-m":

@@ -169,9 +169,7 @@ def simulate(path: Path, num_sharing: int | None) -> Counter[str]:
     """What a rank of 4 needs for a row of 512 tokens."""
     options = group_options(TrainOptions, model_name_or_path=str(path), output_dir="", compute_dtype="float32",
                             activation_checkpointing="none", context_parallel=num_sharing)  # fmt: skip
-    inputs = RunInputs(
-        TextFamily(), choose_method(options), options.data, options.model, torch.float32, objective=CausalLM()
-    )
+    inputs = RunInputs(TextFamily(), choose_method(options), options.data, options, torch.float32, objective=CausalLM())
     inputs.model_dir, inputs.config = str(path), load_source(path).config
     planned = lay_out_model(choose_step_options(options), inputs, options.compute, choose_method(options))
     return simulate_step(

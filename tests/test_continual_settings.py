@@ -22,7 +22,6 @@ from mini_trainer.run.stages import Stage
 A = {"name": "a", "input_file": "a.jsonl", "test": "test.jsonl", "metric": "exact_match"}
 B = A | {"name": "b", "input_file": "b.jsonl"}
 GOOD = {"model": "M", "output_dir": "out", "train": {"max_epochs": 1, "batch_size": 4}, "tasks": [A, B]}
-OSFT = {"max_epochs": 1, "osft": True, "osft_unfreeze_rank_ratio": 0.5}
 
 
 def drop(key: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -42,13 +41,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (GOOD | {"learning_rate": 1}, "unknown option 'learning_rate'"), (drop("model", GOOD), "model: required"),
     (GOOD | {"model": ["M", "N"]}, "model: given ['M', 'N']"),
     (GOOD | {"num_processes": 0}, "num_processes 0: must be at least 1"),
-    (GOOD | {"orders": "all"}, "orders cannot be 'all'"), (GOOD | {"seeds": [1, 1]}, "seeds: given [1, 1]"),
+    (GOOD | {"seeds": [1, 1]}, "seeds: given [1, 1]"),
     (GOOD | {"export": "best"}, "tasks: a: export: best needs"),
     (GOOD | {"adapters": "continued"}, "adapters: continued: "),
     # Tasks and probes.
     (drop("tasks", GOOD), "tasks: none"), (GOOD | {"tasks": ["a"]}, "tasks[0]: given 'a'"),
     (GOOD | {"tasks": [drop("name", A)]}, "tasks[0]: name: required"),
-    (change_task(tets="test.jsonl"), "tasks[1]: unknown option 'tets'"),
     (change_task(name="../b"), "tasks, probes: name '../b': "), (change_task(name="b_held_out"), "name 'b_held_out': "),
     (GOOD | {"probes": [A | {"name": "p"}]}, "probes[0]: unknown option 'input_file'"),
     (GOOD | {"tasks": [A, drop("input_file", B)]}, "tasks: b: give input_file "),
@@ -59,16 +57,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     # Options of the programs.
     (GOOD | {"train": {"output_dir": "x"}}, "train: output_dir: is set"),
     (GOOD | {"train": {"max-epochs": 1, "max_epochs": 2}}, "train: max_epochs: is given"),
-    (GOOD | {"train": {"max_epochs": 1, "teacher_divergence": "jsd"}}, "--teacher-divergence: "),
     (GOOD | {"train": {"max_epochs": 1, "validate_every_steps": 5}, "tasks": [A | {"validation": "v.jsonl"}, B]},
      "tasks: b: train: "),
     (GOOD | {"train": {"max_epochs": 1, "save_final_checkpoint": False}}, "save_final_checkpoint"),
-    (GOOD | {"train": OSFT | {"lora": True}}, "tasks: a: train: --lora and --osft "),
     (change_task(train={"learning_rate": "fast"}), "tasks[1]: train: learning_rate cannot be 'fast'"),
     (change_task(train={"batch_size": -3}), "tasks: b: train: --batch-size -3: "),
     # Replay.
     (GOOD | {"replay": {"share": 0.1}}, "replay: kind: required"),
-    (GOOD | {"replay": {"kind": "row"}}, "replay: kind cannot be 'row'"),
     (GOOD | {"replay": {"kind": "rows", "num_prompts": 3}},
      "replay: num_prompts has no effect with kind rows, only with own-answers, drawn"),
     (GOOD | {"replay": {"kind": "drawn"}}, "replay: kind: drawn: no row to learn from"),
@@ -101,9 +96,8 @@ def test_wrong_settings_are_refused_by_file_and_key(settings: dict[str, Any], me
 
 
 def test_all_problems_of_a_form_are_found_at_once_each_with_its_place(tmp_path: Path):
-    (path := tmp_path / "tasks.yaml").write_text(
-        yaml.safe_dump(change_task(tets="x", train={"lr": 1}) | {"seeds": 0.5})
-    )
+    given = change_task(tets="x", train={"lr": 1}) | {"seeds": 0.5}
+    (path := tmp_path / "tasks.yaml").write_text(yaml.safe_dump(given))
     with pytest.raises(ValueError) as refused:
         read_settings(path)
     assert str(refused.value).split("\n  ") == [
@@ -130,28 +124,25 @@ def test_files_that_are_no_settings_are_refused(text: str, tmp_path: Path):
 
 
 @pytest.fixture
-def good(tmp_path: Path) -> dict[str, Any]:
+def good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings whose files exist."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "M").mkdir()
     (tmp_path / "M" / "config.json").write_text("{}")
     save_file({"weight": torch.zeros(2)}, tmp_path / "M" / "model.safetensors")
     for name in ("a.jsonl", "b.jsonl", "c.jsonl", "test.jsonl", "probe.jsonl", "known.jsonl"):
         (tmp_path / name).write_text(name)
-    tasks = [task | {key: str(tmp_path / task[key]) for key in ("input_file", "test")} for task in (A, B)]
-    probes = [{"name": "p", "test": str(tmp_path / "probe.jsonl"), "metric": "exact_match"}]
-    return GOOD | {"model": str(tmp_path / "M"), "output_dir": str(tmp_path / "out"), "tasks": tasks, "probes": probes}
+    return GOOD | {"probes": [{"name": "p", "test": "probe.jsonl", "metric": "exact_match"}]}
 
 
 def settle(settings: dict[str, Any], folder: Path) -> list[list[list[str]]]:
     """What a start does before its first program."""
     (path := folder / "tasks.yaml").write_text(yaml.safe_dump(settings))
-    several = read_settings(path)
-    return settle_all(several, folder / "out")
+    return settle_all(read_settings(path), folder / "out")
 
 
 CHANGES = {
-    "settings.train.learning_rate: None before, 0.1 now": {"train": {"max_epochs": 1, "batch_size": 4,
-                                                                      "learning_rate": 0.1}},
+    "settings.train.learning_rate: None before, 0.1 now": {"train": GOOD["train"] | {"learning_rate": 0.1}},
     "settings.seeds[0]: 42 before, 43 now": {"seeds": [43]},
     "settings.orders: 1 before, 2 now": {"orders": 2},
     "settings.probes: [{": {"probes": []},
@@ -179,7 +170,7 @@ READ_FIRST = ("a.jsonl", "test.jsonl", "probe.jsonl", "M/model.safetensors", "M/
     [("known.jsonl", None), *((name, m) for name in READ_FIRST for m in (None, {"one": {}, "two": {}}))],
 )
 def test_changed_files_are_refused_by_name(name: str, methods: Any, good: dict[str, Any], tmp_path: Path):
-    settings = good | {"replay": {"kind": "rows", "known": str(tmp_path / "known.jsonl")}}
+    settings = good | {"replay": {"kind": "rows", "known": "known.jsonl"}}
     settings |= {} if methods is None else {"methods": methods}
     settle(settings, tmp_path)
     (tmp_path / "out" / "start").mkdir()
@@ -191,7 +182,7 @@ def test_changed_files_are_refused_by_name(name: str, methods: Any, good: dict[s
         settings |= {"methods": {"three": {}, "four": {}}}
     with pytest.raises(ValueError, match="other settings") as refused:
         settle(settings, tmp_path)
-    assert (f"files.{tmp_path / name}: '" if "M/" not in name else "model: '") in str(refused.value)
+    assert (f"files.{name}: '" if "M/" not in name else "model: '") in str(refused.value)
 
 
 @pytest.mark.parametrize("methods", [None, {"one": {}, "two": {}}], ids=["one", "methods"])
@@ -209,7 +200,7 @@ def test_settings_and_rows_can_be_fixed_until_a_model_is_measured(methods: Any, 
 
 
 def test_tasks_come_last_if_they_are_added_and_cannot_be_removed(good: dict[str, Any], tmp_path: Path):
-    more = good | {"tasks": [*good["tasks"], good["tasks"][0] | {"name": "c", "input_file": f"{tmp_path}/c.jsonl"}]}
+    more = good | {"tasks": [*good["tasks"], good["tasks"][0] | {"name": "c", "input_file": "c.jsonl"}]}
     assert settle(good | {"orders": 2}, tmp_path) == [[["a", "b"], ["b", "a"]]]
     assert settle(more | {"orders": 2}, tmp_path) == [[["a", "b", "c"], ["b", "a", "c"]]]
     (tmp_path / "out" / "start").mkdir()
@@ -247,23 +238,13 @@ def test_directories_of_something_else_are_refused(name: str, good: dict[str, An
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("changes", "keys"),
-    [
-        (None, "settings, files, model, orders"),
-        ({"orders": 3}, "orders"),
-        ({"files": None}, "files"),
-        ({"model": 1}, "model"),
-        ({"settings": []}, "settings"),
-    ],
-)
-def test_a_changed_record_is_refused_by_key(changes: Any, keys: str, good: dict[str, Any], tmp_path: Path):
+def test_a_changed_record_is_refused_by_key(good: dict[str, Any], tmp_path: Path):
     settle(good, tmp_path)
-    path = tmp_path / "out" / "continual.json"
-    path.write_text("{}" if changes is None else json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ValueError) as refused:
-        settle(good, tmp_path)
-    assert re.match(rf"{path}: .*\(see {keys}\)", str(refused.value))
+    whole = json.loads((path := tmp_path / "out" / "continual.json").read_text())
+    for changes in ({"orders": 3}, {"files": None}, {"model": 1}, {"settings": []}, {}):
+        path.write_text(json.dumps(whole | changes if changes else {}))
+        with pytest.raises(ValueError, match=rf"^{path}: .*\(see {', '.join(changes or whole)}\)"):
+            settle(good, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -314,22 +295,20 @@ def test_damaged_results_of_evaluate_and_answers_are_refused_by_file_and_line(te
         read_answers(path)
 
 
-def test_missing_files_and_models_are_refused_by_key(good: dict[str, Any], tmp_path: Path):
-    (tmp_path / "probe.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"probes: p: test: .*probe\.jsonl "):
-        settle(good, tmp_path)
-    with pytest.raises(ValueError, match=r"tasks: a: input_file: .*/x\.jsonl "):
-        settle(good | {"tasks": [good["tasks"][0] | {"input_file": str(tmp_path / "x.jsonl")}]}, tmp_path)
-    with pytest.raises(ValueError, match=r"replay: known: .*x\.jsonl does not exist"):
-        settle(good | {"replay": {"kind": "rows", "known": str(tmp_path / "x.jsonl")}, "probes": []}, tmp_path)
-    with pytest.raises(ValueError, match=r"model: .*/N: "):
-        settle(good | {"model": str(tmp_path / "N"), "probes": []}, tmp_path)
-
-
-def test_osft_by_activations_needs_data_for_the_first_task(good: dict[str, Any], tmp_path: Path):
-    settings = good | {"train": OSFT | {"osft_basis": "activations"}}
-    with pytest.raises(ValueError, match=r"tasks: a: train: osft_basis: activations: .*osft_calib"):
-        settle(settings, tmp_path)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"probes": [{"name": "p", "test": "x.jsonl"}]}, r"probes: p: test: .*x\.jsonl "),
+        ({"tasks": [A | {"input_file": "x.jsonl"}]}, r"tasks: a: input_file: .*x\.jsonl "),
+        ({"replay": {"kind": "rows", "known": "x.jsonl"}, "probes": []}, r"replay: known: .*x\.jsonl does not exist"),
+        ({"model": "x", "probes": []}, "model: .*x: "),
+        ({"train": {"max_epochs": 1, "osft": True, "osft_unfreeze_rank_ratio": 0.5, "osft_basis": "activations"}},
+         r"tasks: a: train: osft_basis: activations: .*osft_calib"),
+    ],
+)  # fmt: skip
+def test_missing_files_models_and_data_are_refused_by_key(changes: Any, message: str, good: Any, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        settle(good | changes, tmp_path)
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from mini_trainer.data.rows import files as data_files
 from mini_trainer.data.rows import lines as data_lines
 from mini_trainer.data.rows.chat_rows import ImageFolders
 from mini_trainer.data.rows.files import Chunk, find_sources, iterate_rows, read_chunks
-from mini_trainer.data.rows.formats import FieldPaths, detect_format, read_example, read_text_row
+from mini_trainer.data.rows.formats import NAMES, FieldPaths, detect_format, read_example, read_text_row
 from mini_trainer.data.rows.lines import parse_row
 from mini_trainer.data.rows.rows import read_rows
 from mini_trainer.data.stores import json_lines
@@ -51,7 +51,10 @@ READ_AS = [
     ({"instruction": "a", "input": "", "output": "b", "text": "a b"}, Chat([USER, ANSWER])),
     ({"instruction": "a", "input": "c", "output": "b"}, Chat([{"role": "user", "content": "a\n\nc"}, ANSWER])),
     ({"instruction": "a", "output": "b", "history": [["a", "b"]]}, Chat([USER, ANSWER, USER, ANSWER])),
+    *(({asked: "a", answered: "b", "system": None}, Chat([USER, ANSWER])) for asked, answered in NAMES),
+    ({"instruction": "a", "input": "c", "response": "b"}, Chat([{"role": "user", "content": "a\n\nc"}, ANSWER])),
     ({"prompt": "a ", "completion": "b"}, Completion("a ", "b")),
+    ({"prompt": "a ", "completion": "b", "response": "c"}, Completion("a ", "b")),
     ({"prompt": "a ", "generation": " b"}, Completion("a ", " b")),
     ({"document": "a"}, Document("a")),
     ({"text": "a"}, Document("a")),
@@ -148,6 +151,21 @@ def test_hostile_rows_are_refused(case):
     with pytest.raises(ValueError) as error:
         read_line(line, data_format)
     assert all(name in str(error.value) for name in named)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"context": "c"}, "'context' .* what the answer is to"),
+        ({"score": 1}, "'score'"),
+        ({"input": "c", "output": "d"}, "keys are"),  # which of two pairs?
+    ],
+)
+def test_a_question_and_an_answer_that_are_not_all_of_a_row_are_refused(more, message):
+    row = {"question": "a", "answer": "b", **more}
+    chunk = Chunk("in.jsonl", 1, "json", [(1, json.dumps(row).encode())], b"", 0)
+    with pytest.raises(ValueError, match=message):
+        raise read_detected(chunk, detect_format(chunk))[0][1]
 
 
 def test_the_format_that_is_given_wins_over_what_a_row_looks_like():

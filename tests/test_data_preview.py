@@ -57,7 +57,8 @@ def test_a_sample_without_and_with_colours(tokenizer, capsys):
     shown = format_sample(split_segments(weighted.tokens, tokenizer), mask="", in_colour=False)
     assert shown == "(weight 0.25) 42<|im_end|>"
     print_samples([sample], tokenizer, mask=None)
-    assert capsys.readouterr().out == f"\n--- in.jsonl:1: {len(sample.tokens.labels)} tokens, 10 trained\n{plain}\n"
+    said = f"\n--- in.jsonl:1: {len(sample.tokens.labels)} tokens, 10 trained\n{plain}\n"
+    assert capsys.readouterr().out == f"\nlegend: [[trained]] not trained\n{said}"
 
 
 def test_long_texts_are_folded():

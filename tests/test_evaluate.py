@@ -25,7 +25,7 @@ from mini_trainer.distributed.ending import RunError
 from mini_trainer.use.evaluation import metrics
 from mini_trainer.use.evaluation.comparison import SampleScores, adjust_by_holm, compare
 from mini_trainer.use.evaluation.metrics import MEASURES, choose_measures, read_label, score_answer, score_corpus
-from mini_trainer.use.evaluation.models import list_models, make_labels, name_files
+from mini_trainer.use.evaluation.models import make_labels, name_files
 from mini_trainer.use.evaluation.results import make_results_page
 from mini_trainer.use.evaluation.set_scores import CLASSES, LOSSES, PAIRS
 
@@ -178,7 +178,7 @@ def test_p_values_of_several_pairs_are_adjusted_by_holm():
     assert adjust_by_holm([0.9, 0.5]) == [1.0, 1.0] and adjust_by_holm([]) == []
 
 
-def test_models_and_files_have_short_names_of_their_own(tmp_path):
+def test_models_and_files_have_short_names_of_their_own():
     assert make_labels(["a/run/hf_format/samples_3", "b/run/hf_format/samples_3", "Qwen/Q 2"]) == [
         "a_run_samples_3", "b_run_samples_3", "Qwen_Q_2",
     ]  # fmt: skip
@@ -186,10 +186,6 @@ def test_models_and_files_have_short_names_of_their_own(tmp_path):
     assert name_files(["a/x.jsonl", "b/y.jsonl", "b/x.arrow"]) == {
         "a/x.jsonl": "x.jsonl", "b/y.jsonl": "y", "b/x.arrow": "x.arrow",
     }  # fmt: skip
-    for name in ("samples_20", "samples_3", "best", ".writing_samples_9"):
-        (tmp_path / "hf_format" / name).mkdir(parents=True)
-        (tmp_path / "hf_format" / name / "config.json").write_text("{}")
-    assert [model.label for model in list_models((), str(tmp_path))] == ["samples_3", "samples_20", "best"]
 
 
 @pytest.fixture(scope="module")

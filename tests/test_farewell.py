@@ -82,11 +82,12 @@ def test_the_best_model_comes_first(export_best, world, tmp_path, caplog):
     options = make_inputs(tmp_path, "llama_tied_bias") | OPTIONS
     data = write_samples(tmp_path / "validation.arrow", make_samples(5, vocab_size=VOCAB_SIZE, seed=3))
     options |= dict(validation_data_path=(str(data),), validate_every_steps=1, max_steps=3, learning_rate=1.0)
-    options |= dict(output_dir=str(tmp_path / "run"), lr_scheduler="constant", num_warmup_steps=0)
-    said = train_here(world, **options, export_best=export_best).splitlines()
+    options |= dict(output_dir=str(tmp_path / "run"), lr_scheduler="constant", num_warmup_steps=3)
+    warning, *said = train_here(world, **options, export_best=export_best).splitlines()
+    assert warning.startswith("warning: --num-warmup-steps 3")  # of the start, again
     rows = read_lines(tmp_path / "run/validation_metrics_0.jsonl")
     best = min(rows[1:], key=lambda row: row["loss"])["step"]
-    assert best != 3 and f"validation {rows[-1]['loss']:.4f}" in said[0]
+    assert best != 3 and f"validation {rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f}" in said[0]
     (last,) = (tmp_path / "run/hf_format").glob("samples_*")
     shown = [f"{tmp_path}/run/hf_format/best"] * export_best
     assert [line.rpartition(": ")[2] for line in said[1:-2]] == [*shown, str(last)]

@@ -14,7 +14,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionAssistantMessageParam
 from openai_standin import Refusal, Server, repeat, serve
 from pydantic import TypeAdapter
-from stock_templates import make_tokenizer
+from stock_templates import TEMPLATES, make_tokenizer
 from tiny_data import read_lines, write_jsonl
 from tiny_models import FAMILIES, save_model, save_tokenizer
 from trait_templates import TRAITS
@@ -359,15 +359,6 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", 
 THOUGHT = "They ask for a sum."
 SUM_CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"terms": [12, 30], "é": "ü"}}}
 SENT_CALL = SUM_CALL | {"function": {"name": "add", "arguments": '{"terms": [12, 30], "é": "ü"}'}}
-# As transformers' templates of Qwen 3 write reasoning and calls, without their conditions.
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}"
-    "{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}{{ '\n<call>' + c.function.name + ' ' + c.function.arguments | tojson"
-    " + '</call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def respond(message: dict, *, model: str = "m", fingerprint: str | None = None, finish: str = "stop") -> dict:
@@ -395,7 +386,7 @@ def test_reasoning_and_calls_are_in_the_message_and_can_be_trained_on(name, serv
     assert TypeAdapter(ChatCompletionAssistantMessageParam).validate_python(sent)
     assert sent["tool_calls"] == [SENT_CALL]
     # It can be trained on, as the template renders it.
-    tokenizer = make_tokenizer(TEMPLATE, ("<|im_end|>",))
+    tokenizer = make_tokenizer(*TEMPLATES["trl:qwen3"])
     chat = [*line["row"]["messages"], line["message"]]
     (masked,) = ChatMasker(tokenizer).mask([Chat(chat)])
     rendered = tokenizer.apply_chat_template(chat, tokenize=False)

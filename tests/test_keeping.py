@@ -24,6 +24,7 @@ from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.ending import RunError
 from mini_trainer.options import DataOptions, TrainOptions, group_options, replace_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run import keeping
 from mini_trainer.run.checkpointing import NoValidCheckpoint
 from mini_trainer.run.keeping import StartScores
 from mini_trainer.run.old_stream import open_stream
@@ -158,6 +159,18 @@ def test_what_the_start_says_is_computed_twice(model, world, tmp_path, caplog, m
     assert train("longer", max_steps=9)[0].startswith("keep: 24 samples in the run's steps, 24 of them")
     line, other = train("seed", seed=7)
     assert line.endswith(" 12 of them to score") and not np.array_equal(other, first)
+
+
+def test_a_start_that_ends_while_it_scores_leaves_files_that_refuse_the_next(model, world, tmp_path, monkeypatch):
+    """Samples that a model has drawn are copied into the run's directory."""
+    options = make_options(tmp_path, model)
+    sidecar = Path(f"{options['keep'][0]}.meta.json")
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"drawn_with": {}}))
+    with monkeypatch.context() as patched, pytest.raises(RunError):
+        patched.setattr(keeping, "find_missing", lambda paths: (_ for _ in ()).throw(InterruptedError))
+        train_on(1, world, **options)
+    train_on(1, world, **options)
+    assert (tmp_path / "run" / "kept_old.arrow").is_file()
 
 
 def test_an_old_sample_that_is_not_finite_is_not_named(model, world, tmp_path, monkeypatch):

@@ -88,7 +88,7 @@ def test_beats_do_not_pile_up_for_a_rank_that_does_not_read(ranks):
     reading = one.lifeline.connections[0].transport
     one.call(reading.pause_reading)
     for _ in range(200):
-        zero.call(zero.lifeline.send_beat, beat)
+        zero.call(partial(zero.lifeline.send_to_all, is_beat=True), beat)
     assert 0 < unsent() < 100_100  # one beat at most
     one.call(reading.resume_reading)
     wait(lambda: unsent() == 0)

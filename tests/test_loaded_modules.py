@@ -12,7 +12,7 @@ from tiny_pairs import write_pairs
 from mini_trainer.root_files import NAMES
 
 MOST_LINES = 17_150  # of our modules, in a run that trains all weights of a text model
-STEPS = dict(batch_size=8, max_tokens_per_gpu=64, validate_every_steps=5, checkpoint_every_steps=5)
+STEPS = dict(batch_size=8, learning_rate=1e-3, max_tokens_per_gpu=64, validate_every_steps=5, checkpoint_every_steps=5)
 OWN = {  # options -> beginnings of the names of what they alone load
     "lora": (
         dict(lora=True),

@@ -45,7 +45,6 @@ from mini_trainer.run.inputs import Errors
 from mini_trainer.run.record import check_unused
 from mini_trainer.run.start_checks import check_schedule, find_oddities
 from mini_trainer.use.evaluation.metrics import choose_measures
-from mini_trainer.use.evaluation.models import list_models
 from mini_trainer.use.plots.board import Board
 from mini_trainer.use.plots.run_files import open_runs
 
@@ -209,16 +208,16 @@ ROW, UNKNOWN = {"messages": [USER, ANSWER]}, {"dialog": [], "tools": [{"name": "
 FIX = "\nfix them, or pass --skip-invalid to skip them"
 NAN = {"n": float("nan")}
 FORMATS = (
-    "expected messages: messages; sharegpt: conversations; alpaca: instruction and output; completion: prompt and"
-    " completion or generation; document: document or text"
+    "expected messages; conversations; instruction and output; prompt and completion or generation; document or text;"
+    " question and answer; prompt and response; instruction and response; input and output"
 )
 # A name, files of which the first is the input, options, and what process_data.py says.
 PREPARED = [
     ("rows of no format", {"in.jsonl": [UNKNOWN, NAN, UNKNOWN]}, {},
-     f"3 of 3 rows cannot be used:\n  in.jsonl:1: unrecognised format: its keys are ['dialog', 'tools'], {FORMATS};"
-     " other names: --columns messages=NAME, or for a chat of a question and an answer --format alpaca --columns"
-     " prompt=question completion=answer\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not a JSON"
-     f" number{FIX}"),
+     "3 of 3 rows cannot be used:\n  in.jsonl:1: unrecognised format: its keys are ['dialog', 'tools']; for a chat of"
+     " a question and an answer pass --format alpaca --columns prompt=QUESTION completion=ANSWER, for messages"
+     f" --columns messages=NAME; {FORMATS}\n    also in.jsonl:3\n  in.jsonl:2: not JSON: NaN is not"
+     " a JSON number\nfix them"),
     ("chats that would be cut", {"in.jsonl": [{"messages": [USER | {"role": "pretrain"}]}, ROW]}, {"block_size": 8},
      f"1 of 2 rows cannot be used:\n  in.jsonl:2: not a document: --block-size cuts only documents{FIX}"),
     ("a template that ends no turn",
@@ -349,10 +348,6 @@ OTHERS: list[tuple[str, Callable[[Path, pytest.MonkeyPatch], str | None], str]] 
     ("metric", lambda path, patch: choose_measures(["blue"], [("1",)]),
      "--metrics blue: is not one of exact_match, first_line, normalised_match, contains, number, token_f1, "
      "label, rouge_1, rouge_2, rouge_l, bleu, chrf, edit_similarity"),
-    ("no run to evaluate", lambda path, patch: list_models((), str(path / "gone")),
-     "--run DIR/gone: there is no such directory: name the --output-dir of a run that has exported its model"),
-    ("no exports", lambda path, patch: list_models((), str(path)),
-     "--run DIR: has no hf_format: name the --output-dir of a run that has exported its model"),
     ("no directory of runs", lambda path, patch: Board(path / "gone"), "DIR/gone: no such directory"),
     ("no run to draw", lambda path, patch: open_runs([path]),
      "DIR: not a run's directory, it has no training_metrics_0.jsonl; name the --output-dir of a run"),

@@ -100,7 +100,7 @@ def test_a_card_has_the_licence_and_names_of_the_hub_that_are_known(pushed, monk
 
     def describe(model: str, **options: object) -> dict:
         options = group_options(TrainOptions, **given, model_name_or_path=model, **options)
-        inputs.model_options = options.model
+        inputs.options = options
         return describe_head("run", inputs, flatten_options(options), {}).to_dict()
 
     card = describe("org/base")

@@ -99,7 +99,7 @@ def test_few_updates_are_said_before_they_are_made(plan, inputs, world, tmp_path
     texts = [plan(**end)[1] for end in ends]
     assert [FEW in text for text in texts] == [True, False, False]
     usual = "--batch-size 6 or --max-epochs 6 or more data. Usual learning rates of full fine-tuning are 2e-6 to 2e-5,"
-    assert f"30 or more are usual: {usual} this run's is 1e-05" in texts[0]
+    assert f"30 or more are usual: {usual} this run's is 0.001" in texts[0]
     assert "Usual learning rates of LoRA are 1e-4 to 2e-4" in plan(**ends[0], lora=True)[1]
     osft = dict(osft=True, osft_unfreeze_rank_ratio=0.25)
     assert "Usual learning rates of OSFT are 1e-4 to 1e-3" in plan(**ends[0], **osft)[1]
@@ -118,9 +118,7 @@ def predict(path: Path, num_ranks: int, options: dict) -> StepMemory:
     activation_memory.LEAST_TOKENS = LEAST_TOKENS
     options = group_options(TrainOptions, model_name_or_path=str(path), data_path="", output_dir="", **options)
     dtype = getattr(torch, options.compute.compute_dtype)
-    inputs = RunInputs(
-        TextFamily(), choose_method(options), options.data, options.model, dtype, objective=choose(options)
-    )
+    inputs = RunInputs(TextFamily(), choose_method(options), options.data, options, dtype, objective=choose(options))
     inputs.model_dir, inputs.config = str(path), load_source(path).config
     planned = lay_out_model(choose_step_options(options), inputs, options.compute, choose_method(options))
     return simulate_step(
@@ -281,7 +279,7 @@ def test_the_plan_of_a_run_that_goes_on_knows_its_checkpoint(plan, inputs, world
     code, text = plan(**run)
     assert code == ExitCode.DONE and re.search(r"5 steps of 8 samples, 2 ", text), text
     code, text = plan(**run | dict(learning_rate=1.0))
-    assert code == ExitCode.BAD_INPUT and re.search(r"learning-rate \(1e-05 .* 1\.0\)", text), text
+    assert code == ExitCode.BAD_INPUT and re.search(r"learning-rate \(0.001 .* 1\.0\)", text), text
 
 
 @pytest.mark.parametrize(

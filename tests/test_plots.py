@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from processes import ROOT, run
 from run_directories import make_sources, read_page, write_run
 from tiny_data import read_lines, write_jsonl
 
-from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.options.problems.finding import find_wrong_options
 from mini_trainer.options.tools import PlotOptions
 from mini_trainer.tools.plot_metrics import plot_metrics
@@ -150,21 +148,6 @@ def test_thinning_keeps_extremes_and_means(values, max_points):
         assert found == [None if v is None else pytest.approx(v, rel=1e-5, abs=1e-4) for v in expected]
 
 
-@pytest.mark.wide
-def test_long_runs_stay_small_and_keep_their_spikes(tmp_path):
-    long = write_run(tmp_path / "long", num_steps=40_000)
-    rows = read_lines(long / METRICS)
-    rows[23_456] |= {"loss": 77.0, "grad_norm": 4242.0}
-    write_jsonl(long / METRICS, rows)
-    page = describe(long, write_run(tmp_path / "short", num_steps=50))
-    assert len(json.dumps(page)) < 3_000_000
-    thinned, whole = page["runs"]
-    assert (max(thinned["curves"]["loss"]["high"]), max(thinned["curves"]["grad_norm"]["high"])) == (77.0, 4242.0)
-    assert sum(thinned["sizes"]) == 40_000 and thinned["x"]["step"][-1] == 40_000
-    assert whole["sizes"] is None and list(whole["curves"]["loss"]) == ["mean"]
-    assert any("thinned to" in note for note in page["notes"])
-
-
 def test_the_page_has_the_numbers_of_the_files(tmp_path):
     path = write_run(tmp_path / "run", num_steps=60, sets=("held_out",), resumes=(20, 40))
     page = read_page(make_curves_page(open_runs([path])))
@@ -260,25 +243,19 @@ def test_a_run_without_steps_and_damaged_files_have_a_page(tmp_path):
     assert any("3 damaged lines" in note for note in page["notes"])
 
 
-class TagCounter(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        assert not {"src", "href", "onerror", "onclick"} & {name for name, _ in attributes}
+def list_tags(page: str) -> list[str]:
+    return re.findall(r"<\w[^>]*", re.sub(r"<script\b.*?</script>", "<script>", page, flags=re.DOTALL))
 
 
 def test_nothing_in_a_name_becomes_a_part_of_the_page(tmp_path):
     calm = write_run(tmp_path / "calm" / "run", num_steps=3, sources=("a", "b"))
     hostile = write_run(tmp_path / HOSTILE / "run", num_steps=3, sources=(HOSTILE, "</script><script>alert(1)"),
                         options={"data_path": "</script><script>alert(2)</script>"})  # fmt: skip
-    counters, pages = (TagCounter(), TagCounter()), [make_curves_page(open_runs([path])) for path in (calm, hostile)]
-    for counter, page in zip(counters, pages, strict=True):
-        counter.feed(page)
-    assert counters[0].tags == counters[1].tags and counters[0].tags.count("script") == 3
-    shown = read_page(pages[1])
+    calm, hostile = (make_curves_page(open_runs([path])) for path in (calm, hostile))
+    tags = list_tags(calm)
+    assert list_tags(hostile) == tags and tags.count("<script") == hostile.count("</script>") == 3
+    assert not re.search(r"\s(src|href|onerror|onclick)\b", " ".join(tags))
+    shown = read_page(hostile)
     assert shown["runs"][0]["name"] == f"{HOSTILE}/run" and HOSTILE in {chart["title"] for chart in shown["charts"]}
 
 
@@ -346,13 +323,6 @@ def test_the_command_writes_a_page_and_says_where_but_not_over_a_directory(tmp_p
     (tmp_path / "page.html").mkdir()
     with pytest.raises(ValueError, match=f"^--output {tmp_path}/page.html"):
         plot_metrics(PlotOptions(runs=(str(first),), output=str(tmp_path / "page.html")))
-
-
-def test_ctrl_c_while_a_run_is_read_is_one_message(capsys, monkeypatch):
-    monkeypatch.setattr("os._exit", sys.exit)
-    with pytest.raises(SystemExit) as ended, ending_with_message(when_interrupted="interrupted; no output is left"):
-        raise KeyboardInterrupt
-    assert (ended.value.code, capsys.readouterr().err) == (130, "error: interrupted; no output is left\n")
 
 
 # ---- in a browser

@@ -257,7 +257,10 @@ def test_the_same_chats_in_every_format_train_the_same(model, tokenizer, tmp_pat
         "messages": [{"messages": [turn("user", q), turn("assistant", a)], "tools": []} for q, a in chats],
         "sharegpt": [{"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in chats],
         "alpaca": [{"instruction": q, "input": "", "output": a} for q, a in chats],
+        "question and answer": [{"question": q, "answer": a} for q, a in chats],
     }
+    as_excel = "".join(f'{q};"{a}"\r\n' for q, a in [("question", "answer"), *chats])
+    (tmp_path / "question and answer.csv").write_text(f"\ufeff{as_excel}", newline="")
     for name, rows in formats.items():
         write_rows(tmp_path / f"{name}.jsonl", rows)
         (tmp_path / f"{name}.json").write_text(json.dumps(rows, indent=2))
@@ -268,7 +271,7 @@ def test_the_same_chats_in_every_format_train_the_same(model, tokenizer, tmp_pat
         process_data(options_for(model, source, output))
         outputs.append(output.read_bytes())
         assert json.loads(Path(f"{output}.meta.json").read_text())["sources"][0]["format"] == source.stem
-    assert len(outputs) == 9 and len(set(outputs)) == 1
+    assert len(outputs) == 13 and len(set(outputs)) == 1
     assert trained_texts(output, tokenizer) == [f"{answer}<|im_end|>" for _, answer in chats]
 
     rendered = [(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n", a) for q, a in chats]

@@ -48,6 +48,8 @@ from mini_trainer.run.stages import Stopped
 from mini_trainer.tools.server_requests import Refused
 from mini_trainer.use.inference.openai_engine import PromptTooLong
 
+NOT_GIVEN = TrainingArgs().output_dir
+LORA = dict(lora=True, lora_rank=4, lora_alpha=32.0, lora_dropout=0.1)  # LoraOptions' defaults
 CHATS = dict(model_path="m", data_path="chats.jsonl", ckpt_output_dir="o", data_output_dir="data")
 
 
@@ -115,46 +117,36 @@ def test_the_stub_has_every_field_with_its_type_and_its_help(args_class):
 def test_the_stub_takes_what_the_arguments_take():
     fields = {one.target.id: ast.unparse(one.annotation) for one in ast.walk(ast.parse(STUB.read_text()))
               if isinstance(one, ast.AnnAssign)}  # fmt: skip
-    assert fields["learning_rate"] == "float | Given"
+    assert fields["weight_decay"] == "float | Given"
     assert fields["output_dir"] == "str | Path | Given" and fields["max_steps"] == "int | None | Given"
     assert fields["data_weights"].startswith("float | tuple[float, ...] | list[float]")
-    assert make_train_words(TrainingArgs(**NEEDED | dict(output_dir=Path("o"), data_path=["a", Path("b")])))[-3:] == [
-        "--data-path", "a", "b",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (dict(model_path="other"), dict(model_name_or_path="other")),
-        (dict(max_batch_len=600), dict(max_tokens_per_gpu=600)),
-        (dict(num_epochs=3), dict(max_epochs=3)),
-        (dict(max_steps=TrainingArgs().max_steps), dict(max_steps=None, max_epochs=1)),
-        (dict(effective_batch_size=96), dict(batch_size=96)),
-        (dict(save_samples=500), dict(min_samples_per_checkpoint=500)),
-        (dict(save_samples=0), dict()),
-        (dict(warmup_steps=5), dict(num_warmup_steps=5)),
-        (dict(random_seed=7), dict(seed=7)),
-        (dict(adamw_betas=(0.8, 0.9), adamw_weight_decay=0.1), dict(adam_beta1=0.8, adam_beta2=0.9, weight_decay=0.1)),
-        (dict(use_liger=True), dict(kernels="fused")),
+        # InstructLab's names.
+        (dict(model_path="other", model_name_or_path=NOT_GIVEN, max_batch_len=600, num_epochs=3, save_samples=500,
+              effective_batch_size=96, warmup_steps=5, random_seed=7, adamw_betas=(0.8, 0.9), adamw_weight_decay=0.1,
+              use_liger=True, keep_last_checkpoint_only=True, disable_flash_attn=True, checkpoint_at_epoch=True,
+              validation_frequency=10, checkpoint_every_minutes=None),
+         dict(model_name_or_path="other", max_tokens_per_gpu=600, max_epochs=3, min_samples_per_checkpoint=500,
+              batch_size=96, num_warmup_steps=5, seed=7, adam_beta1=0.8, adam_beta2=0.9, weight_decay=0.1,
+              kernels="fused", keep_exports=1, attention="sdpa", checkpoint_at_epoch=True, validate_every_steps=10,
+              checkpoint_every_minutes=None)),
+        (dict(output_dir=Path("p"), data_path=["a", Path("b")]), dict(output_dir="p", data_path=("a", "b"))),
+        (dict(max_steps=NOT_GIVEN), dict(max_steps=None, max_epochs=1)),
         (dict(use_liger_kernels=False), dict(kernels="eager")),
-        (dict(keep_last_checkpoint_only=True), dict(keep_exports=1)),
-        (dict(disable_flash_attn=True), dict(attention="sdpa")),
-        (dict(checkpoint_at_epoch=True), dict(checkpoint_at_epoch=True)),
-        (dict(validation_frequency=10), dict(validate_every_steps=10)),
-        (dict(lora=LoraOptions()), dict(lora=True, lora_rank=4, lora_alpha=32.0, lora_dropout=0.1)),
-        (
-            dict(lora=LoraOptions(target_modules=["q_proj", "v_proj"],
-                                  quantize_data_type=mini_trainer.QuantizeDataType.NF4)),
-            dict(lora=True, lora_rank=4, lora_alpha=32.0, lora_dropout=0.1, base_quantization="nf4",
-                 lora_target_modules=("q_proj", "v_proj")),
-        ),
-        (dict(data_path=TrainingArgs().data_path, process_data=True, mock_data=True, mock_data_len=64),
+        (dict(save_samples=0, mock_data=False, lora=None, distributed_backend=mini_trainer.DistributedBackend.FSDP),
+         dict()),
+        (dict(lora=LoraOptions()), LORA),
+        (dict(lora=LoraOptions(target_modules=["q_proj", "v_proj"],
+                               quantize_data_type=mini_trainer.QuantizeDataType.NF4)),
+         LORA | dict(base_quantization="nf4", lora_target_modules=("q_proj", "v_proj"))),
+        (dict(data_path=NOT_GIVEN, process_data=True, mock_data=True, mock_data_len=64),
          dict(data_path=(), mock_data=10_000, block_size=64)),
-        (dict(mock_data=False), dict()),
-        (dict(data_path=TrainingArgs().data_path, process_data=True, input_file="rows.jsonl", preset="toy"),
+        (dict(data_path=NOT_GIVEN, process_data=True, input_file="rows.jsonl", preset="toy"),
          dict(data_path=(), input_file=("rows.jsonl",), preset="toy")),
-        (dict(lora=None), dict()),
         (dict(osft=mini_trainer.OSFTOptions(osft_unfreeze_rank_ratio=0.3)),
          dict(osft=True, osft_unfreeze_rank_ratio=0.3)),
         (dict(fsdp_options=mini_trainer.FSDPOptions()), dict(sharding="hybrid")),
@@ -165,15 +157,40 @@ def test_the_stub_takes_what_the_arguments_take():
         (dict(fsdp_options=mini_trainer.FSDPOptions(sharding_strategy=mini_trainer.ShardingStrategies.NO_SHARD)),
          dict(sharding="hybrid", shard_size=1)),
         (dict(deepspeed_options=mini_trainer.DeepSpeedOptions(cpu_offload_optimizer=True)), dict(cpu_offload=True)),
-        (dict(distributed_backend=mini_trainer.DistributedBackend.FSDP), dict()),
-        (dict(checkpoint_every_minutes=None), dict(checkpoint_every_minutes=None)),
+        # Red Hat's.
+        (dict(compile_model=True, fsdp_sharding_strategy="SHARD_GRAD_OP", eval_file="v.arrow", beta1=0.8, beta2=0.9,
+              eps=1e-6, osft_memory_efficient_init=True, train_dtype="bf16", save_dtype="torch.float32",
+              min_samples_per_validation=100, batch_size=32, val_loss_improvement_threshold=0.01,
+              resume_from_full_state_checkpoint="o/checkpoints/step_4"),
+         dict(compile=True, sharding="full", reshard_after_forward="never", validation_data_path=("v.arrow",),
+              adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6, master_weights="bfloat16", export_dtype="float32",
+              validate_every_steps=4, batch_size=32, best_metric="loss:0.01", resume="o/checkpoints/step_4")),
+        (dict(save_dtype=None, osft_upcast_dtype="float32", validate_at_final=True, on_demand_checkpointing=True,
+              accelerate_full_state_at_epoch=False, save_best_val_loss=False, val_loss_improvement_threshold=0.0),
+         dict()),
+        (dict(save_best_val_loss=False, validation_data_path="v.arrow"),
+         dict(export_best=False, validation_data_path=("v.arrow",))),
+        (dict(training_mode="step", max_epochs=3), dict(lr_scheduler="cosine")),
+        (dict(training_mode=mini_trainer.TrainingMode.EPOCH),
+         dict(max_steps=None, max_epochs=1, lr_scheduler="cosine")),
+        (dict(training_mode="epoch", num_epochs=3, lr_scheduler="linear"),
+         dict(max_steps=None, max_epochs=3, lr_scheduler="linear")),
+        (dict(training_mode="token", max_tokens=9, max_steps=0),
+         dict(max_steps=None, max_tokens=9, lr_scheduler="cosine")),
+        (dict(training_mode="infinite"), dict(max_steps=None)),
+        (dict(lr_scheduler="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 0.25}, learning_rate=0.5),
+         dict(lr_scheduler="cosine", learning_rate=0.5, min_lr_ratio=0.5)),
+        (dict(lr_scheduler="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 3}),
+         dict(lr_scheduler="cosine_with_restarts", lr_shape=3.0)),
+        (dict(lr_scheduler="polynomial", lr_scheduler_kwargs={"power": 2.0, "lr_end": 1e-5}),
+         dict(lr_scheduler="polynomial", lr_shape=2.0, min_lr_ratio=1.0)),
+        (dict(lr_scheduler="warmup_stable_decay", lr_scheduler_kwargs={"num_decay_steps": 2}),
+         dict(lr_scheduler="wsd", lr_shape=2)),
+        (dict(lr_scheduler="cosine", lr_scheduler_kwargs={}), dict(lr_scheduler="cosine")),
     ],
 )  # fmt: skip
-def test_instructlabs_names_mean_what_they_mean_there(given, expected):
-    needed = {
-        name: value for name, value in NEEDED.items() if "model_path" not in given or name != "model_name_or_path"
-    }
-    assert parse(TrainOptions, make_train_words(TrainingArgs(**(needed | given)))) == parse_defaults() | expected
+def test_other_trainers_names_mean_what_they_mean_there(given, expected):
+    assert parse(TrainOptions, make_train_words(TrainingArgs(**(NEEDED | given)))) == parse_defaults() | expected
 
 
 def test_chats_are_tokenized_into_the_directory_that_training_reads():
@@ -196,19 +213,28 @@ def test_chats_are_tokenized_into_the_directory_that_training_reads():
         (dict(distributed_backend="deepspeed"), "distributed_backend 'deepspeed'"),
         (dict(deepspeed_options=mini_trainer.DeepSpeedOptions(cpu_offload_optimizer_ratio=0.5)), "cpu_offload_optim"),
         (dict(fsdp_options=mini_trainer.FSDPOptions(sharding_strategy="SHARD")), "sharding_strategy 'SHARD': "),
-        (dict(output_dir=TrainingArgs().output_dir), "missing: output_dir"),
+        (dict(output_dir=NOT_GIVEN), "missing: output_dir"),
         (dict(tensorboard_log_dir="logs"), "tensorboard_log_dir"),
         (dict(wandb_run_name="run-{time}"), "wandb_run_name"),
+        (dict(osft_output_dtype="bfloat16"), "osft_output_dtype has no counterpart here: exports have one data type"),
+        (dict(osft_upcast_dtype="bfloat16"), "osft_upcast_dtype bfloat16: OSFT decomposes in float64"),
+        (dict(lr_scheduler="cosine", lr_scheduler_kwargs={"num_cycles": 2}), "num_cycles: allowed with cosine: none"),
+        (dict(min_samples_per_validation=100), "min_samples_per_validation 100: .*needs batch_size"),
+        (dict(min_samples_per_validation=100, batch_size=8, validation_frequency=2),
+         "min_samples_per_validation and validation_frequency both set"),
+        (dict(beta1=0.8, adamw_betas=(0.8, 0.9)), "beta1 and adamw_betas both set"),
+        (dict(fsdp_sharding_strategy="MOST"), "fsdp_sharding_strategy 'MOST': must be one of FULL_SHARD, "),
+        (dict(training_mode="tokens"), "training_mode 'tokens': must be one of epoch, step, token, infinite"),
+        (dict(training_mode="token"), "training_mode 'token' needs max_tokens"),
+        (dict(block_size=32), "block_size cuts documents: give pretraining_config"),
     ],
-)
+)  # fmt: skip
 def test_what_has_no_counterpart_is_refused_by_name(given, message):
     with pytest.raises(BadInputError, match=message):
         make_train_words(TrainingArgs(**(NEEDED | given)))
 
 
-def test_a_field_that_is_misspelt_or_a_template_in_python_is_refused():
-    with pytest.raises(TypeError, match="efective_batch_size"):
-        TrainingArgs(efective_batch_size=3)
+def test_a_template_in_python_is_refused():
     with pytest.raises(BadInputError, match=r"chat_tmpl_path ibm\.py: "):
         make_data_words(DataProcessArgs(data_path="c", data_output_path="d", model_path="m", chat_tmpl_path="ibm.py"))
 
@@ -216,7 +242,7 @@ def test_a_field_that_is_misspelt_or_a_template_in_python_is_refused():
 def test_trackers_by_instructlabs_names():
     given = dict(mlflow_tracking_uri="http://host:5000", mlflow_experiment_name="mine", wandb_entity="team",
                  wandb_run_name=None, is_padding_free=True, tensorboard_log_dir=None)  # fmt: skip
-    args = TrainingArgs(model_path="m", ckpt_output_dir="run", data_path="d.arrow", process_data=False, **given)
+    args = TrainingArgs(**NEEDED, **given)
     options = parse(TrainOptions, make_train_words(args))
     assert options["track"] == ("mlflow", "wandb")
     assert commands.make_environment(args) == {
@@ -226,14 +252,13 @@ def test_trackers_by_instructlabs_names():
 
 def test_none_is_as_if_not_given():
     """None for every field that InstructLab's users may leave open."""
-    base = dict(model_path="m", ckpt_output_dir="run", data_path="d.arrow", process_data=False)
     names = ("max_seq_len", "chat_tmpl_path", "tensorboard_log_dir",
              "max_batch_len", "save_samples", "warmup_steps", "random_seed", "lora",
              "adamw_betas", "adamw_eps", "use_liger", "mock_data", "mock_data_len", "log_level",
              "learning_rate")  # fmt: skip
-    words = make_train_words(TrainingArgs(**base))
+    words = make_train_words(TrainingArgs(**NEEDED))
     for name in names:
-        assert make_train_words(TrainingArgs(**base, **{name: None})) == words
+        assert make_train_words(TrainingArgs(**NEEDED, **{name: None})) == words
 
 
 def test_chats_tokenized_in_a_stage_before_are_what_is_trained_on(tmp_path):
@@ -272,10 +297,8 @@ def test_chats_tokenized_in_a_stage_before_are_what_is_trained_on(tmp_path):
     # Tokenized data is trained on as it is, whatever data_output_dir holds; and so are rows that train.py tokenizes.
     write_sidecar(other, digest)
     assert choose(other) == [str(other)] and choose("b.arrow", other) == ["b.arrow", str(other)]
-    assert "--data-path" not in make_train_words(
-        TrainingArgs(model_path="m", ckpt_output_dir="run", data_output_dir=str(tmp_path), process_data=False,
-                     input_file="rows.jsonl")
-    )  # fmt: skip
+    given = NEEDED | dict(data_path=NOT_GIVEN, input_file="rows.jsonl", data_output_dir=str(tmp_path))
+    assert "--data-path" not in make_train_words(TrainingArgs(**given))
 
 
 def write_sidecar(data: Path, digest: str, **options: object) -> None:
@@ -288,12 +311,11 @@ def test_what_process_data_writes_is_known_to_be_of_its_chats(chats, tmp_path):
     made = str(tmp_path / "data.arrow")
     run_process_data(group_options(ProcessDataOptions, input_file=(chats["data_path"],), output_file=made, preview=0,
                                    model_name_or_path=chats["model_path"], num_proc=1))  # fmt: skip
-    given = dict(data_path=chats["data_path"], data_output_dir=str(tmp_path), process_data=False)
-    base = dict(model_path="m", ckpt_output_dir="run")
-    assert made in make_train_words(TrainingArgs(**base, **given))
+    given = NEEDED | dict(data_path=chats["data_path"], data_output_dir=str(tmp_path))
+    assert made in make_train_words(TrainingArgs(**given))
     (tmp_path / "chats.jsonl").write_text(Path(chats["data_path"]).read_text() + "\n")
     with pytest.raises(BadInputError, match=r"chats\.jsonl: .*other rows"):
-        make_train_words(TrainingArgs(**base, **given | dict(data_path=str(tmp_path / "chats.jsonl"))))
+        make_train_words(TrainingArgs(**given | dict(data_path=str(tmp_path / "chats.jsonl"))))
 
 
 def test_every_exception_is_pickled_with_all_that_it_says():
@@ -328,40 +350,47 @@ def test_children_do_not_inherit_a_launchers_environment(tmp_path, monkeypatch):
         monkeypatch.setenv(name, by_srun.get(name, "2"))
     monkeypatch.setenv("MY_TOKEN", "x")
     said, script = tmp_path / "environment.json", tmp_path / "child.py"
-    script.write_text(f"import json, os\njson.dump(dict(os.environ), open({str(said)!r}, 'w'))\n")
+    script.write_text(f"import json, os, sys\njson.dump([sys.argv[1:], dict(os.environ)], open({str(said)!r}, 'w'))\n")
     monkeypatch.setattr(children, "name_module", lambda module: [sys.executable, str(script)])
-    assert children.run_child([], more={"MORE": "y", "RANK": "0"})[0] == 0
-    found = json.loads(said.read_text())
-    assert (found["MY_TOKEN"], found["MORE"], found["RANK"]) == ("x", "y", "0")
+    assert children.run_child(["train", "--a"], more={"MORE": "y", "RANK": "0"})[0] == 0
+    words, found = json.loads(said.read_text())
+    assert (words, found["MY_TOKEN"], found["MORE"], found["RANK"]) == (["train", "--a"], "x", "y", "0")
     left = (set_by_torchrun | by_srun.keys() | {"PET_NNODES"}) & found.keys() - {"RANK"}
     assert left <= {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # says nothing of the caller's place
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("given", "words"),
     [
-        (TorchrunArgs(), ["--nproc-per-node=1"]),
-        (TorchrunArgs(nproc_per_node="gpu", rdzv_id=5), ["--nproc-per-node=gpu"]),
-        (
-            TorchrunArgs(nproc_per_node=8, nnodes=1, node_rank=0, rdzv_id=123, rdzv_endpoint="127.0.0.1:29500"),
-            ["--nproc-per-node=8", "--nnodes=1", "--node-rank=0", "--rdzv-id=123", "--rdzv-endpoint=127.0.0.1:29500",
-             "--rdzv-backend=c10d"],
-        ),
-        (
-            TorchrunArgs(nproc_per_node=2, nnodes=2, node_rank=1, master_addr="host", master_port=29500),
-            ["--nproc-per-node=2", "--nnodes=2", "--node-rank=1", "--master-addr=host", "--master-port=29500"],
-        ),
+        ({}, "--nproc-per-node=1"),
+        (dict(nproc_per_node="gpu", rdzv_id=5), "--nproc-per-node=gpu"),
+        (dict(nproc_per_node=8, nnodes=1, node_rank=0, rdzv_id=123, rdzv_endpoint="127.0.0.1:29500"),
+         "--nproc-per-node=8 --nnodes=1 --node-rank=0 --rdzv-id=123 --rdzv-endpoint=127.0.0.1:29500"
+         " --rdzv-backend=c10d"),
+        (dict(nproc_per_node=2, nnodes=2, node_rank=1, master_addr="host", master_port=29500),
+         "--nproc-per-node=2 --nnodes=2 --node-rank=1 --master-addr=host --master-port=29500"),
     ],
 )  # fmt: skip
-def test_torchruns_arguments(args, words):
-    assert commands.make_torchrun_words(args) == words
+def test_torchruns_arguments(given, words):
+    assert commands.make_torchrun_words(TorchrunArgs(**given)) == words.split()
 
 
-def test_process_data_is_called_whether_or_not_its_module_has_been_imported(monkeypatch):
+def test_process_data_is_called_by_either_name_whether_or_not_its_module_has_been_imported(monkeypatch):
+    """The second stage's words: `test_chats_tokenized_in_a_stage_before...`."""
     importlib.import_module("mini_trainer.process_data")
-    monkeypatch.setattr("mini_trainer.api.launch.run_child", lambda words: (ExitCode.DONE, ""))
-    given = DataProcessArgs(data_path="c.jsonl", data_output_path="d.arrow", model_path="m")
-    assert mini_trainer.process_data(given) == Path("d.arrow")
+    from mini_trainer import data_process as dp
+
+    called = []
+    monkeypatch.setattr("mini_trainer.api.launch.run_child", lambda words: (ExitCode.DONE, called.append(words) or ""))
+    given = DataProcessArgs(data_path="c.jsonl", data_output_path="d", model_path="m", max_seq_len=200,
+                            chat_tmpl_path=None)  # fmt: skip
+    assert mini_trainer.process_data(given) == Path("d/data.arrow")
+    dp.main(given)  # as users of InstructLab call it
+    words = ["process-data", *make_data_words(given)]
+    assert called == [words, words]
+    found = parse(ProcessDataOptions, words[1:])
+    chosen = ("input_file", "output_file", "max_sample_num_tokens")
+    assert [found[name] for name in chosen] == [("c.jsonl",), "d/data.arrow", 200]
 
 
 def test_every_exit_code_of_a_failure_has_a_class_and_last_words_are_found():
@@ -375,9 +404,7 @@ def test_every_exit_code_of_a_failure_has_a_class_and_last_words_are_found():
 
 def test_a_directory_that_cannot_be_made_is_an_error_of_storage(tmp_path):
     (tmp_path / "file").touch()
-    given = TrainingArgs(
-        model_path="M", data_path="D.arrow", process_data=False, ckpt_output_dir=str(tmp_path / "file" / "run")
-    )
+    given = TrainingArgs(**NEEDED | dict(output_dir=str(tmp_path / "file" / "run")))
     with pytest.raises(StorageError, match=r"File exists.*file") as raised:
         run_training(training_args=given)
     assert raised.value.code == ExitCode.IO
@@ -420,10 +447,10 @@ def chats(tmp_path_factory) -> dict[str, str]:
     )  # fmt: skip
 
 
-def call(torchrun_args: dict, training_args: dict, *, environment: dict | None = None, **changes) -> subprocess.Popen:
+def call(torchrun_args: dict, training_args: dict, **changes) -> subprocess.Popen:
     command = [sys.executable, "-c", SCRIPT, json.dumps(torchrun_args), json.dumps(training_args | changes)]
-    pipe, env = subprocess.PIPE, ENV | (environment or {})
-    return subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True, process_group=0)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=ENV, stdout=pipe, stderr=subprocess.STDOUT, text=True, process_group=0)
 
 
 @pytest.mark.long
@@ -433,23 +460,6 @@ def test_a_run_from_chats_returns_what_it_left(chats):
     log_file = chats["ckpt_output_dir"] + ".console_node0.log"
     assert f"RESULT 0 done 1 6 {log_file}\n" in out
     assert Path(log_file).read_text() and Path(log_file).read_text() in out
-
-
-def test_the_first_stage_is_a_process_with_its_words(chats, tmp_path, monkeypatch):
-    """Called as by users of InstructLab; the second stage's words: `test_chats_tokenized_in_a_stage_before...`."""
-    from mini_trainer import data_process as dp
-
-    said = tmp_path / "words.json"
-    script = tmp_path / "child.py"
-    script.write_text(f"import json, sys\njson.dump(sys.argv[1:], open({str(said)!r}, 'w'))\n")
-    monkeypatch.setattr(children, "name_module", lambda module: [sys.executable, str(script)])
-    dp.main(DataProcessArgs(data_output_path=str(tmp_path), model_path=chats["model_path"],
-                            data_path=chats["data_path"], max_seq_len=200, chat_tmpl_path=None))  # fmt: skip
-    word, *words = json.loads(said.read_text())
-    found = parse(ProcessDataOptions, words)
-    assert (word, found["input_file"], found["output_file"], found["max_sample_num_tokens"]) == (
-        "process-data", (chats["data_path"],), str(tmp_path / "data.arrow"), 200
-    )  # fmt: skip
 
 
 @pytest.mark.long

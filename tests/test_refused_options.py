@@ -98,7 +98,8 @@ REFUSED = {
         (dict(weight_average="ema", average_over=0), "--average-over 0: "),
         (dict(average_over=2), "--average-over has no effect with --weight-average none"),
         # Ends, validations and samples.
-        (dict(max_steps=None, lr_scheduler="cosine"), "--lr-scheduler cosine .*no end is given.*\nthe run has no end"),
+        (dict(max_steps=None, objective="sequence-classification", lr_scheduler="cosine"),
+         "--lr-scheduler cosine .*no end is given.*\nthe run has no end"),
         (DECAYING | dict(schedule_steps=None), "--continue-from with --lr-scheduler cosine needs --schedule-steps"),
         (DECAYING | dict(lr_scheduler="constant_with_warmup", num_warmup_steps=0.1, schedule_steps=None),
          "--continue-from with --num-warmup-steps 0.1 needs --schedule-steps"),

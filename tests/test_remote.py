@@ -52,24 +52,24 @@ def rows(tmp_path) -> Path:
     return folder
 
 
-def read_outputs(directory: Path) -> dict[str, Any]:
-    """The files' contents; of sidecars without what a store says of its files."""
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in directory.iterdir()}
-    for name in [name for name in found if name.endswith(".meta.json")]:
-        found[name] = json.loads(found[name]) | {"sha256": None}
-        for source in found[name]["sources"]:
-            is_remote = source.keys() > {"file", "format", "sha256"}
-            assert not is_remote or (source.pop("size") > 0 and source.pop("version")), source
-    return found
-
-
-def process_both(model: Path, tmp_path: Path, given: list[str], local: list[Path]) -> None:
-    """Makes the data set of URLs and of local files; they and their sidecars must be the same."""
-    for name, inputs in (("here", [str(path) for path in local]), ("there", given)):
-        (tmp_path / name).mkdir()
-        options = options_for(model, tmp_path, tmp_path / name / "out.arrow", preview=0)
-        process_data(replace_options(options, input_file=tuple(inputs)))
-    assert read_outputs(tmp_path / "there") == read_outputs(tmp_path / "here")
+def process_both(
+    model: Path, tmp_path: Path, given: list[str], local: list[Path], *, shards: tuple[str | None, ...] = (None,)
+) -> None:
+    """Makes the data set of URLs, in these parts, and of local files; they and their sidecars must be the same, but for
+    what a store says of its files."""
+    found: dict[str, dict[str, Any]] = {"here": {}, "there": {}}
+    for place, inputs, parts in (("here", map(str, local), (None,)), ("there", given, shards)):
+        (tmp_path / place).mkdir()
+        options = options_for(model, tmp_path, tmp_path / place / "out.arrow", preview=0)
+        for shard in parts:
+            process_data(replace_options(options, input_file=tuple(inputs), shard=shard))
+        for path in (tmp_path / place).iterdir():
+            found[place][path.name] = path.read_bytes()
+            if path.name.endswith(".meta.json"):
+                found[place][path.name] = sidecar = json.loads(path.read_text()) | {"sha256": None}
+                for source in sidecar["sources"] * (place == "there"):
+                    assert source.pop("size") > 0 and source.pop("version"), source
+    assert found["there"] == found["here"]
 
 
 def test_files_of_a_web_server(server, rows, model, tmp_path):
@@ -160,9 +160,4 @@ def test_parts_of_a_file_on_s3(bucket, model, tmp_path, monkeypatch):
     monkeypatch.setattr("mini_trainer.data.rows.files.SECTION_BYTES", 3000)
     source = write_rows(tmp_path / "in.jsonl", [chat(i) for i in range(100)])
     bucket.upload_file(str(source), "bucket", "in.jsonl")
-    for name, given, shards in (("here", str(source), ["1/1"]), ("there", "s3://bucket/in.jsonl", ["2/2", "1/2"])):
-        (tmp_path / name).mkdir()
-        options = options_for(model, source, tmp_path / name / "out.arrow", preview=0)
-        for shard in shards:
-            process_data(replace_options(options, input_file=(given,), shard=shard))
-    assert read_outputs(tmp_path / "there") == read_outputs(tmp_path / "here")
+    process_both(model, tmp_path, ["s3://bucket/in.jsonl"], [source], shards=("2/2", "1/2"))

@@ -17,73 +17,51 @@ from mini_trainer.options import group_options
 from mini_trainer.options.tools import GenerateOptions
 
 CONTEXT = 20  # tokens of the stand-in, one for each character
-Refuse = Callable[[int, int], None]  # (tokens of the prompt, of the answer)
+BEGINNING = "This model's maximum context length is 20 tokens. However, "
+Rule = tuple[str, int, int, dict[str, Any]]  # what is refused, from how many tokens on, and with what status and error
+RULES: dict[str, list[Rule]] = {  # of each kind of server; the first that holds counts
+    "vllm": [  # version 0.32, which itself shortens answers to what is left
+        ("answer", 21, 400, dict(message="max_tokens={answer} cannot be greater than max_model_len=20. Please ...")),
+        ("prompt", 21, 400, dict(message=f"{BEGINNING}your prompt ...")),
+        ("prompt", 20, 400, dict(message="max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)")),
+    ],
+    "older vllm": [  # whose number of the prompt's tokens is a bound: they stop to count where it is too long
+        ("total", 21, 400, dict(message=f"{BEGINNING}you requested {{answer}} output tokens and your prompt contains at"
+                                " least {least} input tokens, for a total of at least 21.")),
+    ],
+    "sglang": [
+        ("prompt", 20, 400, dict(message="The input ({prompt} tokens) is longer than the model's context length (20"
+                                 " tokens).")),
+        ("total", 20, 400, dict(message="Requested token count exceeds the model's maximum context length of 20 tokens."
+                                " You ...")),
+    ],
+    "llama.cpp": [
+        ("prompt", 20, 400, dict(message="request ({prompt} tokens) exceeds the available context size (20 tokens), try"
+                                 " increasing it", code=400, type="exceed_context_size_error", n_ctx=CONTEXT)),
+    ],
+    "tgi": [
+        ("total", 21, 422, dict(message="Input validation error: `inputs` tokens + `max_new_tokens` must be <= 20."
+                                " Given: {prompt} `inputs` tokens and ...", type="validation")),
+    ],
+    "openai": [("total", 21, 400, dict(message=f"{BEGINNING}you requested ...", type="invalid_request_error",
+                                       code="context_length_exceeded"))],
+    "proxy": [("prompt", 20, 413, dict(message="Payload"))],  # about whose limit nothing is known
+}  # fmt: skip
 
 
-def vllm(prompt: int, answer: int) -> None:
-    """Version 0.32, which itself shortens answers to what is left."""
-    if answer > CONTEXT:
-        raise Refusal(400, message=f"max_tokens={answer} cannot be greater than max_model_len={CONTEXT}. Please ...")
-    if prompt > CONTEXT:
-        raise Refusal(400, message=f"This model's maximum context length is {CONTEXT} tokens. However, your prompt ...")
-    if prompt == CONTEXT:
-        raise Refusal(400, message="max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)")
-
-
-def older_vllm(prompt: int, answer: int) -> None:
-    """Versions whose number of the prompt's tokens is a bound: they stop to count where it is too long."""
-    if prompt + answer > CONTEXT:
-        least = CONTEXT - answer + 1
-        raise Refusal(
-            400,
-            message=f"This model's maximum context length is {CONTEXT} tokens. However, you requested {answer} output"
-            f" tokens and your prompt contains at least {least} input tokens, for a total of at least {CONTEXT + 1}.",
-        )
-
-
-def sglang(prompt: int, answer: int) -> None:
-    if prompt >= CONTEXT:
-        message = f"The input ({prompt} tokens) is longer than the model's context length ({CONTEXT} tokens)."
-        raise Refusal(400, message=message)
-    if prompt + answer >= CONTEXT:
-        message = f"Requested token count exceeds the model's maximum context length of {CONTEXT} tokens. You ..."
-        raise Refusal(400, message=message)
-
-
-def llama_cpp(prompt: int, answer: int) -> None:
-    if prompt >= CONTEXT:
-        message = f"request ({prompt} tokens) exceeds the available context size ({CONTEXT} tokens), try increasing it"
-        raise Refusal(400, code=400, message=message, type="exceed_context_size_error", n_ctx=CONTEXT)
-
-
-def tgi(prompt: int, answer: int) -> None:
-    if prompt + answer > CONTEXT:
-        message = f"`inputs` tokens + `max_new_tokens` must be <= {CONTEXT}. Given: {prompt} `inputs` tokens and ..."
-        raise Refusal(422, message=f"Input validation error: {message}", type="validation")
-
-
-def openai(prompt: int, answer: int) -> None:
-    if prompt + answer > CONTEXT:
-        message = f"This model's maximum context length is {CONTEXT} tokens. However, you requested ..."
-        raise Refusal(400, message=message, type="invalid_request_error", code="context_length_exceeded")
-
-
-def proxy(prompt: int, answer: int) -> None:
-    """A proxy's limit, about which nothing is known."""
-    if prompt >= CONTEXT:
-        raise Refusal(413, message="Payload")
-
-
-def complete_within(refuse: Refuse, *, shortens: bool) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def complete_by(rules: list[Rule], *, shortens: bool = False) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Repeats the prompt, up to the length that is asked for, and that is left if the server `shortens` answers."""
 
     def complete(body: dict[str, Any]) -> dict[str, Any]:
-        num_prompt, most = len(body["messages"][-1]["content"]), body["max_tokens"]
-        refuse(num_prompt, most)
-        num_tokens = min(most, 8, CONTEXT - num_prompt if shortens else 8)
+        prompt, answer = len(body["messages"][-1]["content"]), body["max_tokens"]
+        counts = dict(prompt=prompt, answer=answer, total=prompt + answer, least=CONTEXT - answer + 1)
+        for what, first_refused, status, error in rules:
+            if counts[what] >= first_refused:
+                raise Refusal(status, **error | {"message": error["message"].format(**counts)})
+        num_tokens = min(answer, 8, CONTEXT - prompt if shortens else 8)
         reply = repeat(body)
         reply["choices"][0] |= {"finish_reason": "stop" if num_tokens == 8 else "length"}
-        return reply | {"usage": dict(prompt_tokens=num_prompt, completion_tokens=num_tokens, total_tokens=0)}
+        return reply | {"usage": dict(prompt_tokens=prompt, completion_tokens=num_tokens, total_tokens=0)}
 
     return complete
 
@@ -109,10 +87,10 @@ LENGTHS = [5, 15, 18, 20, 50]
 
 @pytest.mark.parametrize("most", [9, 30], ids=["short answers", "answers longer than the context"])
 @pytest.mark.parametrize("is_listed", [False, True])
-@pytest.mark.parametrize("refuse", [vllm, older_vllm, sglang, llama_cpp, tgi, openai, proxy])
-def test_each_kind_of_server(refuse, is_listed, most, server, world, tmp_path, caplog):
+@pytest.mark.parametrize("kind", RULES)
+def test_each_kind_of_server(kind, is_listed, most, server, world, tmp_path, caplog):
     server.models = [{"id": "m", "max_model_len": CONTEXT}] if is_listed else []
-    server.complete = complete_within(refuse, shortens=refuse in (vllm, llama_cpp, proxy))
+    server.complete = complete_by(RULES[kind], shortens=kind in ("vllm", "llama.cpp", "proxy"))
     lines = run(world, server, tmp_path, LENGTHS, max_new_tokens=most)
     assert [line["finish_reason"] for line in lines] == ["stop", "length", "length", "refused", "refused"]
     assert 3 <= lines[1]["num_tokens"] <= 5 and 1 <= lines[2]["num_tokens"] <= 2
@@ -129,7 +107,7 @@ def test_a_restart_asks_only_what_is_missing(server, world, tmp_path):
     def complete(body: dict[str, Any]) -> dict[str, Any]:
         if refuses and body["messages"][-1]["content"] == "q":
             raise Refusal(400, message="The response was filtered by the policy", code="content_filter")
-        return complete_within(older_vllm, shortens=False)(body)
+        return complete_by(RULES["older vllm"])(body)
 
     server.complete = complete
     with pytest.raises(ValueError, match=r"prompts\.jsonl:3: .*--model m: refused \(400\): The response was filtered"):
@@ -143,11 +121,8 @@ def test_a_restart_asks_only_what_is_missing(server, world, tmp_path):
 
 
 def test_a_refusal_without_numbers_is_an_answer_and_no_loop(server, world, tmp_path):
-    def refuse(prompt: int, answer: int) -> None:
-        if prompt + answer > CONTEXT:
-            raise Refusal(400, message="Please reduce the length of it, http://x/?access_token=abc")
-
-    server.complete = complete_within(refuse, shortens=False)
+    error = dict(message="Please reduce the length of it, http://x/?access_token=abc")
+    server.complete = complete_by([("total", 21, 400, error)])
     first, second = run(world, server, tmp_path, [5, 15])
     assert first["finish_reason"] == "stop" and second["reason"].endswith(
         "reduce the length of it, http://x/?access_token=***"
@@ -157,7 +132,7 @@ def test_a_refusal_without_numbers_is_an_answer_and_no_loop(server, world, tmp_p
 
 
 def test_an_evaluation_counts_refused_prompts_as_wrong_and_says_so(server, world, tmp_path, capsys):
-    server.complete = complete_within(older_vllm, shortens=False)
+    server.complete = complete_by(RULES["older vllm"])
     rows = [{"question": "q" * length, "answer": answer} for length, answer in ((3, "QQQ"), (50, ""), (4, "QQQ"))]
     task = write_jsonl(tmp_path / "task.jsonl", rows)
     result = evaluate_here(
@@ -171,7 +146,7 @@ def test_an_evaluation_counts_refused_prompts_as_wrong_and_says_so(server, world
 
 
 def test_refused_prompts_are_not_trained_on(server, world, tmp_path):
-    server.complete = complete_within(older_vllm, shortens=False)
+    server.complete = complete_by(RULES["older vllm"])
     lines = run(world, server, tmp_path, [3, 50, 4])
     rows = [{"messages": [{"role": "user", "content": line["row"]["question"]}, {"role": "assistant", "content": "Q"}]}
             for line in lines]  # fmt: skip

@@ -75,15 +75,12 @@ def test_ranges_with_steps_have_a_grid(tmp_path):
     ("given", "message"),
     [
         ({"output_dir": "D"}, "train, parameters: required"),
-        (GIVEN | {"train": TRAIN | {"learningrate": 1}}, "train: unknown option 'learningrate'"),
-        (GIVEN | {"train": TRAIN | {"batch_size": "x"}}, "train: batch_size cannot be 'x'"),
         (GIVEN | {"train": TRAIN | {"max_time": "90"}}, "train: max_time: "),
         (GIVEN | {"train": TRAIN | {"preset": "tiny"}}, "train: preset: given 'tiny'"),
         (GIVEN | {"train": TRAIN | {"config": "gone.yaml"}}, "train: config: gone.yaml: "),
         (RANDOM | {"parameters": {"seed": {"low": 1, "high": 10**12}}, "num_trials": 10**6}, "num_trials 1000000: "),
         (GIVEN | {"train": TRAIN | {"learning_rate": 1}}, "learning_rate: in train"),
         (GIVEN | {"parameters": {}}, "parameters: given {}"),
-        (GIVEN | {"parameters": {"learning_rte": [1, 2]}}, "parameters: unknown option 'learning_rte'"),
         (GIVEN | {"parameters": {"batch_size": [1, 2], "batch-size": [3, 4]}}, "batch_size: is given"),
         (GIVEN | {"parameters": {"resume": ["a", "b"]}}, "parameters: resume: is set"),
         (GIVEN | {"parameters": {"learning_rate": [1, "1.0"]}}, "learning_rate: given [1, '1.0']"),
@@ -95,7 +92,6 @@ def test_ranges_with_steps_have_a_grid(tmp_path):
         (GIVEN | {"parameters": {"learning_rate": {"low": 0, "high": 1}}}, "learning_rate: a range"),
         (GIVEN | {"num_trials": 3}, "num_trials has no effect with search grid, only with random"),
         (RANDOM, "num_trials: given 3, allowed: at most 2"),
-        (GIVEN | {"search": "halving"}, "search cannot be 'halving', allowed: grid, random"),
     ],
 )
 def test_wrong_settings_are_refused_by_key(given, message, tmp_path):
@@ -108,14 +104,15 @@ def test_all_problems_are_found_at_once(tmp_path):
     given = GIVEN | {"train": {"lr": 1, "seed": "x"}, "parameters": {"sed": [1, 2], "lora": [1, 2]}, "search": "all"}
     with pytest.raises(ValueError) as refused:
         read(given, tmp_path)
-    for named in ("'lr'", "seed cannot be 'x'", "'sed'", "lora: given 1", "search cannot be 'all'"):
-        assert named in str(refused.value)
+    for named in ("train: unknown option 'lr'", "train: seed cannot be 'x'", "parameters: unknown option 'sed'",
+                  "parameters: lora: given 1, ", "search cannot be 'all', allowed: grid, random"):  # fmt: skip
+        assert f"{tmp_path}/sweep.yaml: {named}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "parameters", "named"),
     [
-        ({"max_steps": None}, {"seed": [1, 2]}, ("--max-steps", "give max_steps, ")),
+        ({"max_steps": None}, {"seed": [1, 2]}, ("give max_steps, ",)),
         ({"validation_data_path": []}, {"seed": [1, 2]}, ("train: no validation data ", "(all trials)")),
         ({"batch_size": 0}, {"seed": [1, 2]}, ("--batch-size 0: ", "(all trials)")),
     ],

@@ -31,6 +31,7 @@ MOVED = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
+NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # the front matter of pages for developers
 NOTEBOOKS = Path("examples/notebooks")
 # The theme loads a script from a server that lets the search run in pages opened as files; the site has a copy.
 SHIM = OUT / "site" / "assets" / "iframe-worker.js"
@@ -59,7 +60,8 @@ def gather_pages(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     for source in sorted({*(ROOT / name for name in MOVED), *(ROOT / "docs").rglob("*.md")}):
         path = source.relative_to(ROOT)
-        write(out / place(path), move_links(source.read_text(), path, copy=lambda file: copy_file(file, out)))
+        hidden = NOT_SEARCHED if "developers" in path.parts else ""
+        write(out / place(path), hidden + move_links(source.read_text(), path, copy=lambda file: copy_file(file, out)))
     for notebook in sorted((ROOT / NOTEBOOKS).glob("*.ipynb")):
         path = notebook.relative_to(ROOT)
         text = move_links(convert_notebook(notebook), path, copy=lambda file: copy_file(file, out))

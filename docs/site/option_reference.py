@@ -5,12 +5,13 @@ import re
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from mini_trainer.__main__ import CHAT, PROGRAMS
+from mini_trainer.__main__ import PROGRAMS
 from mini_trainer.options import flag_name, iterate_fields, list_facts
 from mini_trainer.options.fields import list_groups, name_type
 from mini_trainer.options.help import read_helps
 
-COMMANDS = {command: program.read_options() for command, program in PROGRAMS.items() if command != CHAT}
+# `chat` has the options of `generate`.
+COMMANDS = {command: program.read_options() for command, program in PROGRAMS.items() if command != "chat"}
 
 
 def make_pages() -> dict[str, str]:

@@ -18,8 +18,17 @@ from mini_trainer.api import arguments
 from mini_trainer.api.errors import make_bad_input
 from mini_trainer.api.sent_callbacks import send_callbacks
 from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file, list_values, names_tokenized
-from mini_trainer.options import OSFTOptions, TrainOptions, flag_name, foreign_names, iterate_fields, list_types
+from mini_trainer.options import (
+    DEFAULT_BATCH_SIZE,
+    OSFTOptions,
+    TrainOptions,
+    flag_name,
+    foreign_names,
+    iterate_fields,
+    list_types,
+)
 from mini_trainer.options.fields import is_required
+from mini_trainer.options.learning import DEFAULT_LEARNING_RATE
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.options.urls import is_url
 from mini_trainer.run.hooks import FOLDERS
@@ -112,6 +121,9 @@ def make_train_values(args: arguments.TrainingArgs) -> Values:
             values.give(name, value, by=name)
     if not any(end in values for end in ENDS) and args.training_mode != arguments.TrainingMode.INFINITE:
         values.give("max_epochs", 1, by="the default of InstructLab")
+    defaults = {"learning_rate": DEFAULT_LEARNING_RATE, "batch_size": DEFAULT_BATCH_SIZE}
+    for name in defaults if "batch_tokens" not in values else ("learning_rate",):
+        values.setdefault(name, defaults[name])
     return values
 
 
@@ -314,7 +326,6 @@ def make_words(options_class: type, values: dict[str, Any]) -> list[str]:
 
 VALIDATION_DATA = ("validation_data_path", "validation_split", "validation_share")
 END_OF_MODE = {"epoch": "max_epochs", "step": "max_steps", "token": "max_tokens", "infinite": None}
-LEARNING_RATE = next(option.default for option, _ in iterate_fields(TrainOptions) if option.name == "learning_rate")
 
 
 def convert_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -405,7 +416,9 @@ def convert_schedule_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]
     if scheduler in foreign_names.SCHEDULES:
         converted = foreign_names.find_row("lr_scheduler").convert(scheduler, name="lr_scheduler")
         given["lr_scheduler"] = converted["lr_scheduler"]
-    found, unknown = foreign_names.convert_schedule(scheduler, values, given.get("learning_rate", LEARNING_RATE))
+    found, unknown = foreign_names.convert_schedule(
+        scheduler, values, given.get("learning_rate", DEFAULT_LEARNING_RATE)
+    )
     if unknown:
         allowed = ", ".join(foreign_names.SCHEDULE_ARGUMENTS.get(scheduler, ())) or "none"
         raise make_bad_input(

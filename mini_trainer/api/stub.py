@@ -36,13 +36,13 @@ from mini_trainer.options import OSFTOptions'''
 def make_stub() -> str:
     """The text of arguments.pyi: that of arguments.py, with all fields in the classes that have the options'."""
     source = inspect.getsource(arguments)
-    generated = {args.__name__: (args, options_class) for args, options_class in GENERATED.items()}
     parts = [HEADER]
     for node in ast.parse(source).body[1:]:
         if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef):
             continue
-        if isinstance(node, ast.ClassDef) and node.name in generated:
-            parts.append(render_class(node, *generated[node.name]))
+        args = getattr(arguments, node.name) if isinstance(node, ast.ClassDef) else None
+        if args in GENERATED:
+            parts.append(render_class(node, args, GENERATED[args]))
         else:
             first = min((one.lineno for one in getattr(node, "decorator_list", [])), default=node.lineno)
             parts.append("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
@@ -52,11 +52,11 @@ def make_stub() -> str:
 def render_class(node: ast.ClassDef, args: type, options_class: type) -> str:
     helps = read_helps(options_class)
     own = read_class_helps(node.body)
-    lines = ["@dataclass(kw_only=True)", f"class {node.name}:", indent(quote(ast.get_docstring(node)))]
+    lines = ["@dataclass(kw_only=True)", f"class {node.name}:", quote(ast.get_docstring(node))]
     for field in dataclasses.fields(args):
         told = own.get(field.name) or helps.get(field.name) or describe_foreign(field.name, helps)
         kind = " | ".join(dict.fromkeys(list_alternatives(field.type)))
-        lines += [f"    {field.name}: {kind} = ...", indent(quote(told))]
+        lines += [f"    {field.name}: {kind} = ...", quote(told)]
     return "\n".join(lines)
 
 
@@ -85,13 +85,9 @@ def list_alternatives(kind: Any) -> list[str]:
 
 
 def quote(text: str) -> str:
-    """A docstring, folded."""
+    """A docstring of a class or field, folded and indented."""
     paragraphs = [textwrap.fill(part, WIDTH) for part in text.split("\n\n")]
-    return '"""' + "\n\n".join(paragraphs) + '"""'
-
-
-def indent(text: str) -> str:
-    return textwrap.indent(text, "    ")
+    return textwrap.indent('"""' + "\n\n".join(paragraphs) + '"""', "    ")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,10 @@ def choose_tokenized(args: TrainingArgs) -> tuple[str, ...]:
     if all(map(is_tokenized, given)) or not file.exists():  # other files are refused by train.py
         return tuple(given)
     found = f"data_path {' '.join(given)}: the data set {file}"
-    sidecar = read_sidecar(file, found)
+    try:
+        sidecar = read_object(Path(f"{file}{ENDING}"))
+    except (OSError, ValueError) as error:
+        raise make_bad_input(f"{found} does not record its sources ({error}): {ADVICE}") from None
     recorded = [source.get("sha256") for source in sidecar.get("sources", [])]
     hashes = hash_sources(given, found)
     if not recorded or None in recorded or not set(recorded) <= set(hashes) or len(recorded) != len(hashes):
@@ -72,13 +75,6 @@ def names_tokenized(args: TrainingArgs) -> bool:
     if tokenized and len(tokenized) < len(given):
         raise make_bad_input(f"data_path: {', '.join(tokenized)}: already tokenized, but other files are not")
     return bool(given) and tokenized == given
-
-
-def read_sidecar(file: Path, found: str) -> dict[str, Any]:
-    try:
-        return read_object(Path(f"{file}{ENDING}"))
-    except (OSError, ValueError) as error:
-        raise make_bad_input(f"{found} does not record its sources ({error}): {ADVICE}") from None
 
 
 def hash_sources(given: list[str], found: str) -> list[str]:
@@ -214,23 +210,21 @@ def cut_documents(path: Path, block_size: int, folder: Path) -> Path:
     record = Path(f"{target}.{MADE}")
     if is_as_made(record, target.name):
         return target
-    cutter = None
-    with written_aside(target) as (aside,), pa.ipc.new_file(str(aside), TEXTS.schema) as writer:
+
+    def iterate_blocks() -> Iterator[list[Any]]:
+        cutter = None
         for batch in batches:
             ids = batch.column(TOKENS_COLUMN).flatten().cast(pa.int32()).to_numpy()
             # Every document ends with the same token, which must not begin a block: a first token is not a target.
             cutter = cutter or BlockCutter(block_size, int(batch.column(TOKENS_COLUMN)[0].values[-1].as_py()))
-            write_blocks(writer, cutter.cut(ids))
-        write_blocks(writer, cutter.cut(ids[:0], is_last=True))
+            yield cutter.cut(ids)
+        yield cutter.cut(ids[:0], is_last=True)
+
+    with written_aside(target) as (aside,), pa.ipc.new_file(str(aside), TEXTS.schema) as writer:
+        for blocks in filter(None, iterate_blocks()):
+            writer.write_batch(TEXTS.encode([block.tokens for block in blocks]))
     record_made(record, target.name, [target])
     return target
-
-
-def write_blocks(writer: "pa.ipc.RecordBatchWriter", blocks: list[Any]) -> None:
-    from mini_trainer.data.columns.token_columns import TEXTS
-
-    if blocks:
-        writer.write_batch(TEXTS.encode([block.tokens for block in blocks]))
 
 
 def read_rows(path: Path) -> "tuple[pa.Schema, Iterator[pa.RecordBatch]]":

@@ -25,7 +25,7 @@ C cells, n questions, R resamples, D = 1 + R draws: the measured value, then its
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,11 @@ class Derived:
     by_sequence: tuple[float | None, ...]  # None: not measured
 
 
-def summarise(
-    experiment: Experiment, *, seed: int = SEED, num_resamples: int = NUM_RESAMPLES
-) -> dict[str, dict[str, Derived]]:
+def summarise(experiment: Experiment, *, num_resamples: int = NUM_RESAMPLES) -> dict[str, dict[str, Derived]]:
     """kind -> name -> derived number; those that nothing was measured for are missing."""
     found = {}
     for kind in experiment.kinds:
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(SEED)
         draws: Draws = {}  # negated where lower is better
         for name, cells in experiment.find_cells(kind).items():
             means = draw_set(list(cells.values()), random, num_resamples)
@@ -212,25 +210,21 @@ def write_experiment(experiment: Experiment, path: Path) -> None:
         "probes": experiment.probes,
         "measure": experiment.measure,
         "bootstrap": {"level": LEVEL, "num_resamples": NUM_RESAMPLES, "seed": SEED, "losses_are_negated": True},
-        "derived": {kind: {name: asdict(one) for name, one in own.items()} for kind, own in experiment.summary.items()},
-        "sequences": [describe_sequence(sequence) for sequence in experiment.sequences],
+        "derived": experiment.summary,
+        "sequences": experiment.sequences,
     }
-    lines = [f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items()]
+    encode = json.JSONEncoder(default=describe, allow_nan=False).encode
+    lines = [f"  {encode(key)}: {encode(value)}" for key, value in content.items()]
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def describe_sequence(sequence: Sequence) -> dict[str, Any]:
-    rows = [
-        {kind: {name: describe_cell(cell) for name, cell in cells.items()} for kind, cells in row.items()}
-        for row in sequence.rows
-    ]
-    return {"tasks": sequence.tasks, "order": sequence.order, "seed": sequence.seed, "rows": rows}
-
-
-def describe_cell(cell: Cell) -> dict[str, Any]:
-    weights = None if cell.weights is None else cell.weights.tolist()
-    return {"metric": cell.metric, "mean": cell.mean, "samples": cell.samples, "values": cell.values.tolist(),
-            "weights": weights}  # fmt: skip
+def describe(value: Derived | Sequence | Cell | np.ndarray) -> Any:
+    """The value as JSON has it."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Cell):
+        return {name: getattr(value, name) for name in ("metric", "mean", "samples", "values", "weights")}
+    return vars(value)
 
 
 def read_experiment(directory: Path) -> Experiment:

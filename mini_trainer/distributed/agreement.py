@@ -59,18 +59,14 @@ def compare_ranks(world: World, describe: Callable[[], Groups]) -> None:
 
 
 def hash_groups(groups: Groups) -> bytes:
-    """Concatenated SHA-256 digests of the groups, ordered by name."""
-    return b"".join(
-        hashlib.sha256(json.dumps(dict(groups[name]), sort_keys=True).encode()).digest() for name in sorted(groups)
-    )
+    return hashlib.sha256(json.dumps(groups, sort_keys=True).encode()).digest()
 
 
 def find_kinds(hashes: Sequence[bytes]) -> dict[int, list[int]]:
     """Maps the first rank of each distinct hash to all ranks with that hash; a single entry if all agree."""
-    first: dict[bytes, int] = {}
     kinds: dict[int, list[int]] = {}
     for rank, value in enumerate(hashes):
-        kinds.setdefault(first.setdefault(value, rank), []).append(rank)
+        kinds.setdefault(hashes.index(value), []).append(rank)
     return kinds
 
 

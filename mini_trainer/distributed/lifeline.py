@@ -171,17 +171,11 @@ class Lifeline:
         """Sends to a rank that has been met."""
         self.connections[rank].send(encode(message))
 
-    def send_to_all(self, message: Notice) -> None:
-        """Sends to every rank met so far."""
+    def send_to_all(self, message: Notice, *, is_beat: bool = False) -> None:
+        """Sends to every rank met so far; a heartbeat only to those without unsent messages, where it would pile up."""
         line = encode(message)
         for connection in self.connections.values():
-            connection.send(line)
-
-    def send_beat(self, message: Notice) -> None:
-        """Sends to every rank without unsent messages; for the others, heartbeats would only pile up."""
-        line = encode(message)
-        for connection in self.connections.values():
-            if connection.transport.get_write_buffer_size() == 0:
+            if not is_beat or connection.transport.get_write_buffer_size() == 0:
                 connection.send(line)
 
     async def wait_for_ends(self, seconds: float) -> list[int]:

@@ -165,7 +165,8 @@ class Watch:
             self.marks_seen, own.moved = self.marks.count, self.clock
         if self.clock - self.last_heartbeat >= hang.SECONDS_PER_HEARTBEAT:
             self.last_heartbeat, still = self.clock, self.clock - own.moved
-            self.lifeline.send_beat({"kind": "beat", "still": still, "limit": own.limit, "where": own.where})
+            beat = {"kind": "beat", "still": still, "limit": own.limit, "where": own.where}
+            self.lifeline.send_to_all(beat, is_beat=True)
         if self.causes or self.has_asked:
             return
         if self.has_torchrun and (os.getppid() != PARENT or not self.parent_started_this):

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import pad
 
 from mini_trainer.distributed.devices import memory_limit
-from mini_trainer.distributed.ending import ExitCode, RunError, describe_error, ending_with_message, log
+from mini_trainer.distributed.ending import RunError, describe_error, ending_with_message, log
 from mini_trainer.distributed.hang import LONGEST, keep_records, limit_slow
 from mini_trainer.distributed.messages import CleanFormatter, LinesAboveBars, shows_progress
 from mini_trainer.distributed.process import START_TIMEOUT, count_local_ranks, raise_open_file_limit
@@ -99,8 +99,6 @@ def make_own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = 
 
 
 Result = TypeVar("Result")
-RETURNED = "returned"
-Outcome = tuple[ExitCode | Literal["returned"], Any]  # with a message, or with what a function has returned
 
 # Collectives time out later than the watchdog of distributed/watch.py, which knows which ranks are missing.
 SECONDS_AFTER_WATCHDOG = 300.0
@@ -176,7 +174,6 @@ def divide_world(world: World, sharding: ShardingOptions) -> World:
     num_shards, num_sharing = world.world_size, sharding.context_parallel
     if sharding.sharding == "hybrid":
         num_shards = count_shards(world.world_size, count_local_ranks(), sharding.shard_size)
-    check_sharing(world.world_size, num_sharing)
     mesh = world.mesh
     if num_shards < world.world_size:
         mesh = make_mesh(world.device.type, world.world_size, num_shards, world.timeout)
@@ -232,35 +229,28 @@ def call_with_world(
 
 def call_on_rank0(world: World, function: Callable[[], Result]) -> Result:
     """Calls `function` on rank 0 and broadcasts its result; a ValueError or OSError becomes a RunError on every rank.
-    The outcome is sent as data, so no rank waits for one that has already failed."""
+    The error is sent as data, so no rank waits for one that has already failed."""
     outcome = [attempt(function) if world.rank == 0 else None]
     dist.broadcast_object_list(outcome, src=0, group=world.control, device=torch.device("cpu"))
-    return unwrap(outcome[0])
+    if isinstance(outcome[0], RunError):
+        raise outcome[0]
+    return outcome[0]
 
 
 def call_on_each_node(world: World, function: Callable[[], None]) -> None:
     """Calls `function` on the first rank of each node; the first ValueError or OSError is a RunError on all ranks."""
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    outcomes = gather_on_rank0(world, attempt(function) if is_first else (RETURNED, None))
-    failures = (outcome for outcome in outcomes or () if outcome[0] != RETURNED)
-    unwrap(call_on_rank0(world, lambda: next(failures, (RETURNED, None))))
+    outcomes = gather_on_rank0(world, attempt(function) if is_first else None)
+    call_on_rank0(world, lambda: next((one for one in outcomes if isinstance(one, RunError)), None))
 
 
-def attempt(function: Callable[[], Result]) -> Outcome:
-    """Calls `function`; its result, or its ValueError or OSError, as data."""
+def attempt(function: Callable[[], Result]) -> Result | RunError:
+    """The function's result, or a RunError in place of its ValueError or OSError."""
     try:
-        return RETURNED, function()
+        return function()
     except (ValueError, OSError) as error:
         code, message, _ = describe_error(error)
-        return code, message
-
-
-def unwrap(outcome: Outcome) -> Any:
-    """The function's result; RunError in place of its error."""
-    kind, value = outcome
-    if kind != RETURNED:
-        raise RunError(kind, value)
-    return value
+        return RunError(code, message)
 
 
 def broadcast_from_rank0(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
-from mini_trainer.data.columns.base import IGNORED, SEQUENCES, CountLabels, DataTask, Sample
+from mini_trainer.data.columns.base import IGNORED, SEQUENCES, TOKENS, CountLabels, DataTask, Sample
 from mini_trainer.data.columns.label_columns import TARGET_COLUMN
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierRowModel, Labels
 from mini_trainer.objectives.families.family import MicroBatch, ReferenceForward, Row, Targets
@@ -234,9 +234,6 @@ class TokenClasses(Targets):
     def list_values(self) -> Tensor:  # (N, 1)
         return self.labels[self.index, None]
 
-    def list_places(self, row: Row) -> Tensor:  # (N, 2)
-        return torch.stack([self.find_sequences(row), row.position_ids[0, self.index]], dim=1)
-
 
 @dataclass(frozen=True)
 class HeadLoss(Loss):
@@ -248,25 +245,17 @@ class HeadLoss(Loss):
         return row_model.classify(hidden, micro_batch.row, micro_batch.targets.index)
 
     def sum(self, predicted: Tensor, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
-        targets, reports = micro_batch.targets, {}
-        values = targets.list_values()
-        losses = self.of_target.measure(predicted, values)
-        if targets.num_sources > 1:
-            of_targets = torch.stack([losses.detach(), self.of_target.weigh(values)], dim=1)  # (N, 2)
-            sums = of_targets.new_zeros(targets.num_sources, 2)
-            if targets.sources is not None:
-                sums.index_add_(0, targets.sources, of_targets)
-            reports["source_losses"], reports["source_divisors"] = sums.unbind(1)
-        return LossSums(losses.sum(), reports=reports)
+        values = micro_batch.targets.list_values()
+        losses, weights = self.of_target.measure(predicted, values), self.of_target.weigh(values)
+        return LossSums(losses.sum(), reports=micro_batch.targets.report_sources(losses, weights))
 
     def score(self, row_model: ClassifierRowModel, micro_batch: MicroBatch) -> Scores:
         """Summed loss and divisor of each data set; place, value and logits of each target."""
         targets = micro_batch.targets
         logits, values = self.read(row_model, micro_batch), targets.list_values()
         scores = torch.stack([self.of_target.measure(logits, values), self.of_target.weigh(values)], dim=1).double()
-        sums = scores.new_zeros(targets.num_sources, scores.shape[1])
         rows = torch.cat([targets.list_places(micro_batch.row).double(), values.double(), logits.double()], dim=1)
-        return Scores(sums.index_add_(0, targets.find_sources(), scores), rows)
+        return Scores(targets.sum_by_source(scores), rows)
 
     def sum_own(self, own: ReferenceForward, targets: SequenceTargets | TokenClasses) -> Tensor:
         logits = own.logits.reshape(-1, own.logits.shape[-1]).float()
@@ -275,14 +264,18 @@ class HeadLoss(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class Classification(Objective):
-    """Classes of sequences or of tokens, or numbers of sequences."""
+    """Classes or numbers of sequences."""
 
     task: DataTask
     loss: ClassLoss
 
+    name = SEQUENCES
+    pipeline_tag = "text-classification"
+    of_tokens = False
+
     @classmethod
     def make_family(cls, settings: ObjectiveSettings) -> ClassifierFamily:
-        return ClassifierFamily(of_tokens=False, seed=settings.head_seed)
+        return ClassifierFamily(of_tokens=cls.of_tokens, seed=settings.head_seed)
 
     @classmethod
     def make(
@@ -303,20 +296,8 @@ class Classification(Objective):
         return {name: is_better for metrics in METRICS.values() for name, is_better in metrics.items()}
 
     @property
-    def name(self) -> str:
-        return self.task.objective
-
-    @property
-    def pipeline_tag(self) -> str:
-        return "token-classification" if self.of_tokens else "text-classification"
-
-    @property
     def metrics(self) -> dict[str, bool]:
         return METRICS[self.task.label_type]
-
-    @property
-    def of_tokens(self) -> bool:
-        return self.family.of_tokens
 
     def with_targets(self, sample: Sample, trainable: np.ndarray, *, num_trained: int | None = None) -> Sample:
         """The first `num_trained` tokens get a class; a sequence gets a target unless that is 0."""
@@ -366,9 +347,9 @@ class Classification(Objective):
 class TokenClassification(Classification):
     """Classes of tokens."""
 
-    @classmethod
-    def make_family(cls, settings: ObjectiveSettings) -> ClassifierFamily:
-        return ClassifierFamily(of_tokens=True, seed=settings.head_seed)
+    name = TOKENS
+    pipeline_tag = "token-classification"
+    of_tokens = True
 
 
 def make_labels(task: DataTask) -> Labels:

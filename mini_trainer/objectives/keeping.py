@@ -16,7 +16,7 @@ from torch import Tensor
 from mini_trainer.data.columns.base import CountLabels, DataTask, Sample
 from mini_trainer.objectives.families.family import Family, MicroBatch, Row
 from mini_trainer.objectives.families.text import TextRowModel
-from mini_trainer.objectives.next_tokens import CHUNK_BYTES, CausalLM, NextTokens, TokenLoss, TrainedTokens
+from mini_trainer.objectives.next_tokens import CausalLM, NextTokens, TokenLoss, TrainedTokens, sum_values
 from mini_trainer.objectives.objective import LossSums, ObjectiveSettings, Scores
 from mini_trainer.objectives.soft_targets import (
     SINGLE,
@@ -26,7 +26,7 @@ from mini_trainer.objectives.soft_targets import (
     read_records,
     read_top,
 )
-from mini_trainer.objectives.teachers import NUM_VALUES, VALUES, TaughtChunk, TaughtTargets, Terms
+from mini_trainer.objectives.teachers import VALUES, TaughtChunk, TaughtTargets, Terms
 
 TOP_K = 32  # tokens of the start that are compared one by one; all others are one bucket
 OLD = "old"  # divisor of the divergence, and name of what it reports
@@ -34,17 +34,10 @@ METRICS = ("kept_kl", "kept_tail", "kept_agreement", "num_kept_tokens")  # of a 
 DIVERGENCE = Terms(weight=1.0, divergence="forward-kl")  # of a loss that has no cross-entropy
 
 
-@dataclass
-class OldTokens(TaughtTargets):
-    """The trained tokens of old samples; without the start's distributions they are scored."""
-
-    def take_part(self, part: slice) -> "OldTokens":
-        return OldTokens(**vars(super().take_part(part)))
-
-
 @dataclass(frozen=True)
 class KeepingLoss(TokenLoss):
-    """The cross-entropy of new samples, or the weighted divergence of old ones."""
+    """The cross-entropy of new samples, or the weighted divergence of old ones, whose targets are `TaughtTargets`;
+    without the start's distributions these are scored."""
 
     weight: float = 1.0
     top_k: int = TOP_K
@@ -52,16 +45,15 @@ class KeepingLoss(TokenLoss):
     def sum(self, predicted: TrainedTokens, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         """The divergence is a term by itself, beside a loss of 0, which is not finite if the divergence is not."""
         targets = micro_batch.targets
-        if not isinstance(targets, OldTokens):
+        if not isinstance(targets, TaughtTargets):
             return super().sum(predicted, micro_batch, shared=shared)
-        measure = TaughtChunk(predicted, targets, DIVERGENCE, self.is_fused)
-        sums = self.sum_by_source(targets, predicted, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
+        sums = sum_values(targets, TaughtChunk(predicted, targets, DIVERGENCE, self.is_fused))
         extra = self.weight * sums.loss
         return LossSums(0 * extra.detach(), {OLD: extra}, {OLD: sums.reports["source_values"].sum(0)})
 
     def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
         """Scores new samples as any language model does, and finds the most probable tokens of old ones."""
-        if isinstance(micro_batch.targets, OldTokens):
+        if isinstance(micro_batch.targets, TaughtTargets):
             return TopTokenLoss(top_k=self.top_k, num_ids=None).score(row_model, micro_batch)
         return super().score(row_model, micro_batch)
 
@@ -98,7 +90,7 @@ class Keeping(CausalLM):
             none = make_even_records(0, self.top_k)  # of an idle sample
             soft = read_records([sample.get(SOFT_COLUMN, none) for sample in samples])
             assert len(soft.ids) == len(targets.index), (len(soft.ids), len(targets.index))
-        return OldTokens(**vars(targets), soft=soft)
+        return TaughtTargets(**vars(targets), soft=soft)
 
     def pack(self, samples: Sequence[Sample], **options: Any) -> MicroBatch:
         """The load-balancing loss of experts is of the new samples alone."""
@@ -107,10 +99,6 @@ class Keeping(CausalLM):
             return micro_batch
         row = micro_batch.row
         return micro_batch.replace(row=replace(row, has_targets=torch.zeros_like(row.has_targets)))
-
-    def make_idle_sample(self) -> Sample:
-        idle = super().make_idle_sample()
-        return idle | {SOFT_COLUMN: make_even_records(0, self.top_k)} if self.reads_old else idle
 
     def make_loss(self, *, is_fused: bool = False) -> KeepingLoss:
         return KeepingLoss(self.label_smoothing, is_fused, self.weighting, weight=self.weight, top_k=self.top_k)

@@ -6,7 +6,7 @@ of the *global* batch, at least 0; it has no gradient. S samples in a micro-batc
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +17,7 @@ from mini_trainer.data.columns.base import IGNORED, LENGTHS_COLUMN, CountLabels,
 from mini_trainer.data.columns.preference_columns import GOOD_COLUMN, PAIR_WEIGHT_COLUMN, REFERENCE_COLUMN
 from mini_trainer.objectives import preferences
 from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
-from mini_trainer.objectives.families.text import TextFamily, TextRowModel
+from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.next_tokens import CausalLM, TrainedTokens
 from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Reference, Scores
 
@@ -55,6 +55,11 @@ class KTOLoss(preferences.AnswerLoss):
         reference = 0 if targets.reference is None else targets.reference[:, 1].double()
         return (logps - reference) * is_there, is_there
 
+    def sum_kinds(self, good: Tensor, weights: Tensor, ratios: Tensor, logps: Tensor) -> Tensor:  # (S,) each -> (2, 3)
+        """Summed weights, rewards and log-probabilities of good and of bad answers."""
+        sums = torch.stack([weights, weights * self.beta * ratios, weights * logps])
+        return torch.stack([good, 1 - good]) @ sums.T
+
     def measure(self, ratios: Tensor, *, point: Tensor | float, good: Tensor, weights: Tensor) -> Tensor:  # (S,)
         signs, weights = 2 * good - 1, weights * torch.where(good > 0, self.weight_ratio, 1.0)
         return weights * (1 - torch.sigmoid(self.beta * signs * (ratios - point)))
@@ -66,16 +71,12 @@ class KTOLoss(preferences.AnswerLoss):
         point = 0.0 if shared is None else (shared[0] / shared[1].clamp(min=1)).clamp(min=0).float()
         logps = self.sum_logps(predicted, micro_batch)
         ratios = logps - targets.reference[:, 0]
-        good, weights = targets.good, targets.numbers.weights
+        good, weights = targets.good, targets.sample_weights
         losses = self.measure(ratios, point=point, good=good, weights=weights)
         num_ranks = 1 if row_group is None else row_group.size
-        by_kind = torch.stack([weights, weights * self.beta * ratios.detach(), weights * logps.detach()])  # (3, S)
-        kinds = torch.stack([good, 1 - good])  # (2, S)
-        reports = {"feedback_sums": kinds @ by_kind.T / num_ranks, "feedback_point": weights.sum() * point / num_ranks}
-        if targets.num_sources > 1:
-            sums = torch.stack([losses.detach(), weights], dim=1) / num_ranks
-            by_source = preferences.sum_by_source(sums, targets.numbers, targets.num_sources)
-            reports["source_losses"], reports["source_divisors"] = by_source.unbind(1)
+        kinds = self.sum_kinds(good, weights, ratios.detach(), logps.detach())
+        reports = {"feedback_sums": kinds / num_ranks, "feedback_point": weights.sum() * point / num_ranks}
+        reports |= targets.report_sources(losses / num_ranks, weights / num_ranks)
         loss = losses.sum() if row_group is None else preferences.count_once(losses.sum(), num_ranks)
         return LossSums(loss, reports=reports)
 
@@ -86,18 +87,18 @@ class KTOLoss(preferences.AnswerLoss):
         logps = self.sum_logps(self.read(row_model, micro_batch), micro_batch).double()
         unrelated, is_there = self.read_unrelated(row_model, micro_batch)
         reference = torch.zeros(len(logps), 2, device=logps.device) if targets.reference is None else targets.reference
-        own, weights = logps - reference[:, 0], targets.numbers.weights
+        own, weights = logps - reference[:, 0], targets.sample_weights
         sums = torch.stack([logps, unrelated + reference[:, 1] * is_there, torch.ones_like(logps)], dim=1)
         samples = torch.nonzero(weights > 0)[:, 0] if row_group is None or row_group.rank == 0 else weights[:0].long()
         numbers = [samples, samples * 0, targets.good, weights, own, logps, unrelated, is_there]
         rows = [column if len(column) == len(samples) else column[samples] for column in numbers]
         rows = torch.stack([column.double() for column in rows], dim=1)
         num_ranks = 1 if row_group is None else row_group.size
-        return Scores(preferences.sum_by_source(sums / num_ranks, targets.numbers, targets.num_sources), rows)
+        return Scores(targets.sum_by_source(sums / num_ranks), rows)
 
     def sum_own(self, own: ReferenceForward, targets: FeedbackTargets) -> Tensor:
         log_probs = own.logits[0].float().log_softmax(-1)[targets.index, targets.labels[targets.index]]
-        ratios, weights = log_probs.sum()[None] - targets.reference[:, 0], targets.numbers.weights
+        ratios, weights = log_probs.sum()[None] - targets.reference[:, 0], targets.sample_weights
         return self.measure(ratios, point=0.0, good=targets.good, weights=weights)[0]
 
 
@@ -109,7 +110,6 @@ def read_reference(sums: np.ndarray) -> np.ndarray:  # (samples, 3) -> (samples,
 class Feedback(CausalLM):
     """Answers of a language model that are good or bad."""
 
-    family: Family = field(default_factory=TextFamily)
     beta: float = BETA
     weight_ratio: float = 1.0
 
@@ -152,7 +152,7 @@ class Feedback(CausalLM):
             places=places,
             lengths=torch.bincount(places, minlength=len(samples))[:, None].float(),
             good=preferences.gather_numbers(samples, GOOD_COLUMN, preferences.ONE)[:, 0],
-            numbers=preferences.gather_sample_numbers(samples),
+            **preferences.gather_sample_numbers(samples),
             reference=preferences.gather_reference(samples),
         )
 
@@ -172,10 +172,9 @@ class Feedback(CausalLM):
         """The point of reference is that of all the data that is summarized."""
         good, weights, ratios, logps, unrelated, is_there = torch.from_numpy(predictions).unbind(1)
         point = max(0.0, float(unrelated.sum() / is_there.sum().clamp(min=1)))
-        loss = self.make_loss().measure(ratios, point=point, good=good, weights=weights).sum() / weights.sum()
-        by_kind = torch.stack([weights, weights * self.beta * ratios, weights * logps])
-        kinds = torch.stack([good, 1 - good]) @ by_kind.T
-        return {"loss": float(loss)} | describe_kinds(*kinds.numpy(), point)
+        kto = self.make_loss()
+        loss = kto.measure(ratios, point=point, good=good, weights=weights).sum() / weights.sum()
+        return {"loss": float(loss)} | describe_kinds(*kto.sum_kinds(good, weights, ratios, logps).numpy(), point)
 
 
 def take_sequence(sample: Sample, number: int) -> Sample | None:

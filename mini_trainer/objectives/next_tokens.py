@@ -7,7 +7,7 @@ T tokens in a packed row, N trained tokens among them, L tokens of one sequence,
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -52,11 +52,17 @@ class CrossEntropy:
     is_fused: bool = False
     weighting: str | None = None
 
+    chunk_bytes = CHUNK_BYTES
+
+    @property
+    def num_values(self) -> int:
+        return 1 if self.weighting is None else 2
+
     def __call__(self, logits: Tensor, chunk: slice, needs_bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens = self.tokens
         is_fused = self.is_fused and len(logits) > 1  # a dimension of 1 would be compiled separately
         token_weights = None if tokens.token_weights is None else tokens.token_weights[chunk, None]
-        return (fuse_chunk_loss() if is_fused else sum_chunk_loss)(
+        return (fuse(sum_chunk_loss) if is_fused else sum_chunk_loss)(
             logits, tokens.targets[chunk, None], token_weights, tokens.softcap, self.smoothing, needs_bias,
             self.weighting,
         )  # fmt: skip
@@ -83,26 +89,12 @@ class _SumTokenLoss(torch.autograd.Function):
     @staticmethod
     @memory_kind("loss")
     def forward(ctx, hidden, weight, bias, measure, chunk_bytes, by_source):
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = make_total(weight, hidden) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for chunk in iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes):
-            logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
-            values, d_logits, d_bias_part = measure(logits, chunk, needs_bias)
-            loss_sum += values[:, 0].contiguous().sum()  # as a vector, in the same order for any m
-            if by_source is not None:
-                by_source[1].index_add_(0, by_source[0][chunk], values)
-            if needs_bias:
-                d_bias += d_bias_part
-            if needs_hidden:
-                torch.mm(d_logits, weight, out=d_hidden[chunk])
-            if needs_weight:
-                add_product(d_weight, d_logits.T, hidden[chunk], is_first=chunk.start == 0)
-            del logits, d_logits  # before the next chunk's are made
+        needs = ctx.needs_input_grad[:3]
+        loss_sum, gradients = sum_chunks(
+            hidden, weight, bias, measure, needs=needs, chunk_bytes=chunk_bytes, by_source=by_source
+        )
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.save_for_backward(*gradients)
         return loss_sum
 
     @staticmethod
@@ -117,6 +109,41 @@ class _SumTokenLoss(torch.autograd.Function):
         if d_bias is not None:
             d_bias = d_bias.mul_(d_loss).to(bias_dtype)
         return d_hidden, d_weight, d_bias, None, None, None
+
+
+def sum_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    measure: MeasureChunk,
+    *,
+    needs: Sequence[bool],
+    chunk_bytes: int,
+    by_source: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """The summed loss, and its derivatives by hidden, weight and bias, as far as `needs` names them; those of the head
+    are in fp32. `by_source`: see `sum_token_loss`."""
+    needs_hidden, needs_weight, needs_bias = needs
+    loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    d_hidden = torch.empty_like(hidden) if needs_hidden else None
+    d_weight = None
+    if needs_weight:  # zeros only if no product will be written there
+        d_weight = (torch.empty_like if len(hidden) else torch.zeros_like)(weight, dtype=torch.float32)
+    d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+    for chunk in iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes):
+        logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
+        values, d_logits, d_bias_part = measure(logits, chunk, needs_bias)
+        loss_sum += values[:, 0].contiguous().sum()  # as a vector, in the same order for any m
+        if by_source is not None:
+            by_source[1].index_add_(0, by_source[0][chunk], values)
+        if needs_bias:
+            d_bias += d_bias_part
+        if needs_hidden:
+            torch.mm(d_logits, weight, out=d_hidden[chunk])
+        if needs_weight:
+            add_product(d_weight, d_logits.T, hidden[chunk], is_first=chunk.start == 0)
+        del logits, d_logits  # before the next chunk's are made
+    return loss_sum, (d_hidden, d_weight, d_bias)
 
 
 def sum_chunk_loss(
@@ -193,15 +220,10 @@ def compute_logits(tokens: Projection, chunk: slice) -> Tensor:  # (rows, V)
 
 
 @functools.cache
-def fuse_chunk_loss() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+def fuse(measure: Callable[..., Any]) -> Callable[..., Any]:
     from mini_trainer.distributed.compilation import Compiled
 
-    return Compiled(sum_chunk_loss, "the loss")
-
-
-def make_total(weight: Tensor, hidden: Tensor) -> Tensor:
-    """Where `add_product` sums the gradient of `weight` in fp32: zeros only if no product will be written there."""
-    return (torch.empty_like if len(hidden) else torch.zeros_like)(weight, dtype=torch.float32)
+    return Compiled(measure, "the loss")
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
@@ -224,19 +246,28 @@ class NextTokens(Targets):
     labels: Tensor  # (T,) int64; IGNORED where nothing is trained or the sequence ends
     weights: Tensor | None = None  # (T,) fp32, of each label's loss; None: all are 1
 
-    def take_part(self, part: slice) -> "NextTokens":
+    def take_part(self, part: slice) -> Self:
         first, end = np.searchsorted(self.index.numpy(), [part.start, part.stop])
-        return NextTokens(
-            self.index[first:end] - part.start,
-            None if self.sources is None else self.sources[first:end].contiguous(),
-            self.num_sources,
+        return replace(
+            self,
+            index=self.index[first:end] - part.start,
+            sources=None if self.sources is None else self.sources[first:end].contiguous(),
             labels=pad_to(self.labels, part.stop, IGNORED)[part].contiguous(),
             weights=None if self.weights is None else pad_to(self.weights, part.stop, 0)[part].contiguous(),
         )
 
-    def gather(self, row_group: RowGroup, *, num_tokens: int) -> "NextTokens":
+    def gather(self, row_group: RowGroup, *, num_tokens: int) -> Self:
         labels = row_group.gather(self.labels, dim=0)[:num_tokens]
-        return NextTokens(torch.nonzero(labels != IGNORED)[:, 0], labels=labels)
+        return replace(self, index=torch.nonzero(labels != IGNORED)[:, 0], labels=labels)
+
+
+def sum_values(targets: NextTokens, measure: Any) -> LossSums:
+    """The summed loss; reports the sums of the tokens' values for each data set. `measure`: a `MeasureChunk` with the
+    tokens, the number of their values and the bytes of a chunk."""
+    sums = torch.zeros(targets.num_sources, measure.num_values, device=targets.labels.device)
+    by_source = targets.find_sources(), sums
+    loss = sum_token_loss(measure.tokens, measure, chunk_bytes=measure.chunk_bytes, by_source=by_source)
+    return LossSums(loss, reports={"source_losses": sums[:, 0], "source_values": sums})
 
 
 def pad_to(tensor: Tensor, length: int, value: int) -> Tensor:
@@ -265,30 +296,11 @@ class TokenLoss(Loss):
         measure = CrossEntropy(predicted, self.smoothing, self.is_fused, self.weighting)
         if self.weighting is None and targets.num_sources == 1:
             return LossSums(sum_token_loss(predicted, measure))
-        return self.sum_by_source(targets, predicted, measure, num_values=1 if self.weighting is None else 2)
-
-    def sum_by_source(
-        self,
-        targets: NextTokens,
-        tokens: TrainedTokens,
-        measure: MeasureChunk,
-        *,
-        num_values: int,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> LossSums:
-        """The summed loss; reports the sums of the tokens' values for each data set."""
-        sums = torch.zeros(targets.num_sources, num_values, device=targets.labels.device)
-        loss = sum_token_loss(tokens, measure, chunk_bytes=chunk_bytes, by_source=(targets.find_sources(), sums))
-        return LossSums(loss, reports={"source_losses": sums[:, 0], "source_values": sums})
+        return sum_values(targets, measure)
 
     def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
-        return Scores(self.score_sources(self.read(row_model, micro_batch), micro_batch.targets))
-
-    def score_sources(self, tokens: TrainedTokens, targets: NextTokens) -> Tensor:  # (num_sources, 3) fp64
         """Summed loss, number of correct top-1 predictions, and number of targets of each data set."""
-        scores = score_tokens(tokens)  # (N, 3)
-        sums = scores.new_zeros(targets.num_sources, scores.shape[1])
-        return sums.index_add_(0, targets.find_sources(), scores)
+        return Scores(micro_batch.targets.sum_by_source(score_tokens(self.read(row_model, micro_batch))))
 
     def sum_own(self, own: ReferenceForward, targets: NextTokens) -> Tensor:
         logits, labels = own.logits[0, targets.index].float(), targets.labels[targets.index]

@@ -223,7 +223,7 @@ class Objective(ABC):
         if sources is not None:
             sample_of = np.repeat(np.arange(len(samples)), [len(list_sequences(sample)) for sample in samples])
             of_targets = sample_of[sequences.numpy()]  # never an idle sample, which has no targets
-            targets = replace(targets, sources=torch.from_numpy(sources[of_targets])).with_sample_sources(sources)
+            targets = targets.with_sources(sources, of_targets)
         if row_group is not None:
             from mini_trainer.objectives.families.row_parts import take_part
 

@@ -6,7 +6,7 @@ T tokens in a packed row, N trained tokens among them, S answers or samples, P p
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -27,30 +27,32 @@ from mini_trainer.data.columns.preference_columns import MARGIN_COLUMN, PAIR_WEI
 from mini_trainer.distributed.devices import memory_kind
 from mini_trainer.distributed.world import RowGroup, sum_parts
 from mini_trainer.objectives import next_tokens
-from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
-from mini_trainer.objectives.families.text import TextFamily, TextRowModel
+from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row, Targets
+from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Reference, Scores
 
 ZERO, ONE = np.zeros(1, np.float32), np.ones(1, np.float32)
 
 
-@dataclass
-class SampleNumbers:
-    """The numbers of each sample."""
+@dataclass(kw_only=True)
+class SampleTargets(Targets):
+    """Targets whose losses are of whole samples; `sources` are of these."""
 
     margins: Tensor  # (S,) fp32
-    weights: Tensor  # (S,) fp32
-    sources: Tensor | None = None  # (S,) int64: the data set of each; None: all of the first
+    sample_weights: Tensor  # (S,) fp32
 
-    def with_sources(self, sources: np.ndarray) -> "SampleNumbers":
-        """`sources` (samples,); an idle sample, which comes last, is of the first."""
+    def with_sources(self, sources: np.ndarray, sample_of: np.ndarray) -> Self:
+        """An idle sample, which comes last, is of the first data set."""
         return replace(self, sources=torch.from_numpy(np.pad(sources, (0, len(self.margins) - len(sources)))))
 
+    def find_sources(self) -> Tensor:  # (S,) int64
+        return torch.zeros_like(self.margins, dtype=torch.int64) if self.sources is None else self.sources
 
-def gather_sample_numbers(samples: Sequence[Sample]) -> SampleNumbers:
-    return SampleNumbers(
-        gather_numbers(samples, MARGIN_COLUMN, ZERO)[:, 0], gather_numbers(samples, PAIR_WEIGHT_COLUMN, ONE)[:, 0]
-    )
+
+def gather_sample_numbers(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """The fields of `SampleTargets`."""
+    columns = {"margins": (MARGIN_COLUMN, ZERO), "sample_weights": (PAIR_WEIGHT_COLUMN, ONE)}
+    return {name: gather_numbers(samples, *column)[:, 0] for name, column in columns.items()}
 
 
 def gather_reference(samples: Sequence[Sample]) -> Tensor | None:  # (S, 2) fp32
@@ -65,13 +67,6 @@ def gather_numbers(samples: Sequence[Sample], name: str, default: np.ndarray) ->
 def weigh_samples(samples: Iterable[Sample]) -> float:
     """The divisor of the sum over samples."""
     return sum(float(sample.get(PAIR_WEIGHT_COLUMN, ONE)[0]) for sample in samples)
-
-
-def sum_by_source(sums: Tensor, numbers: SampleNumbers, num_sources: int) -> Tensor:  # (S, ...) -> (num_sources, ...)
-    sources = numbers.sources
-    if sources is None:
-        sources = torch.zeros(len(sums), dtype=torch.long, device=sums.device)
-    return sums.new_zeros(num_sources, sums.shape[1]).index_add(0, sources, sums)
 
 
 def describe_means(names: Sequence[str], sums: np.ndarray) -> dict[str, float]:
@@ -100,20 +95,14 @@ class _SumLogps(torch.autograd.Function):
     @staticmethod
     @memory_kind("loss")
     def forward(ctx, hidden, weight, bias, tokens, places, num_sums, chunk_bytes, compiled):
-        needs_hidden = ctx.needs_input_grad[0]
-        sums = torch.zeros(num_sums, dtype=torch.float32, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        ctx.tokens, ctx.compiled = tokens, compiled
-        ctx.chunks = next_tokens.iterate_chunks(len(hidden), len(weight), chunk_bytes=chunk_bytes)
-        for chunk in ctx.chunks:
-            losses, d_logits, _ = measure_chunk(hidden, weight, bias, ctx, chunk, scale=None)
-            sums.index_add_(0, places[chunk], losses[:, 0].neg_())
-            if needs_hidden:
-                torch.mm(d_logits, weight, out=d_hidden[chunk])
-            del d_logits  # before the next chunk's are made
-        trains_head = any(ctx.needs_input_grad[1:3])
-        ctx.save_for_backward(d_hidden, places, *((hidden, weight, bias) if trains_head else ()))
-        return sums
+        needs_hidden, *needs_head = ctx.needs_input_grad[:3]
+        nll = torch.zeros(num_sums, 1, dtype=torch.float32, device=hidden.device)
+        measure = next_tokens.CrossEntropy(replace(tokens, token_weights=None), is_fused=compiled)
+        options = dict(needs=(needs_hidden, False, False), chunk_bytes=chunk_bytes, by_source=(places, nll))
+        _, (d_hidden, *_) = next_tokens.sum_chunks(hidden, weight, bias, measure, **options)
+        ctx.measure, ctx.chunk_bytes = measure, chunk_bytes
+        ctx.save_for_backward(d_hidden, places, *((hidden, weight, bias) if any(needs_head) else ()))
+        return 0 - nll[:, 0]  # 0 and not -0 for an answer without tokens
 
     @staticmethod
     @memory_kind("loss")
@@ -122,56 +111,31 @@ class _SumLogps(torch.autograd.Function):
         scale = -d_sums[places]  # (N,): the losses are the negative log-probabilities
         if d_hidden is not None:
             d_hidden = (d_hidden.float() * scale[:, None]).to(d_hidden.dtype)
-        d_weight, d_bias = differentiate_head(*head, ctx, scale) if head else (None, None)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
-
-
-def differentiate_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ctx, scale: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the head's weight (V, H) and bias (V,), summed in fp32."""
-    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    d_weight = next_tokens.make_total(weight, hidden) if needs_weight else None
-    d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-    for chunk in ctx.chunks:
-        _, d_logits, d_bias_part = measure_chunk(hidden, weight, bias, ctx, chunk, scale=scale[chunk, None])
-        if needs_weight:
-            next_tokens.add_product(d_weight, d_logits.T, hidden[chunk], is_first=chunk.start == 0)
-        if needs_bias:
-            d_bias += d_bias_part
-        del d_logits
-    return None if d_weight is None else d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype)
-
-
-def measure_chunk(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ctx, chunk: slice, *, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`sum_chunk_loss` of the chunk's tokens, each weighted by `scale`."""
-    logits = torch.nn.functional.linear(hidden[chunk], weight, bias)  # (rows, V)
-    measure = next_tokens.fuse_chunk_loss() if ctx.compiled and len(logits) > 1 else next_tokens.sum_chunk_loss
-    tokens, needs_bias = ctx.tokens, ctx.needs_input_grad[2]
-    return measure(logits, tokens.targets[chunk, None], scale, tokens.softcap, 0.0, needs_bias)
+        d_head = None, None
+        if head:
+            measure = replace(ctx.measure, tokens=replace(ctx.measure.tokens, token_weights=scale))
+            needs = (False, *ctx.needs_input_grad[1:3])
+            _, (_, *d_head) = next_tokens.sum_chunks(*head, measure, needs=needs, chunk_bytes=ctx.chunk_bytes)
+            d_head = [None if own is None else own.to(part.dtype) for own, part in zip(d_head, head[1:], strict=True)]
+        return d_hidden, *d_head, None, None, None, None, None
 
 
 @dataclass(kw_only=True)
-class AnswerTargets(next_tokens.NextTokens):
+class AnswerTargets(SampleTargets, next_tokens.NextTokens):
     """The next tokens of answers; samples have one or several."""
 
     places: Tensor  # (N,) int64: the answer that each token is of
     lengths: Tensor  # (samples, answers of each) fp32: trained tokens
-    numbers: SampleNumbers
     reference: Tensor | None = None  # (samples, 2) fp32: log-probabilities by the reference model; None: not known
 
-    def with_sample_sources(self, sources: np.ndarray) -> "AnswerTargets":
-        return replace(self, numbers=self.numbers.with_sources(sources))
-
-    def take_part(self, part: slice) -> "AnswerTargets":
+    def take_part(self, part: slice) -> Self:
         first, end = np.searchsorted(self.index.numpy(), [part.start, part.stop])
-        return replace(self, **vars(super().take_part(part)), places=self.places[first:end].contiguous())
+        places = self.places[first:end].contiguous()
+        return replace(super().take_part(part), places=places, sources=self.sources)
 
-    def gather(self, row_group: RowGroup, *, num_tokens: int) -> "AnswerTargets":
+    def gather(self, row_group: RowGroup, *, num_tokens: int) -> Self:
         own = super().gather(row_group, num_tokens=num_tokens)
-        return replace(self, index=own.index, labels=own.labels, places=torch.zeros_like(own.index))
+        return replace(own, places=torch.zeros_like(own.index))
 
 
 @dataclass(frozen=True)
@@ -296,11 +260,11 @@ class PreferenceLoss(AnswerLoss):
 
     def make_pairs(self, logps: Tensor, targets: AnswerTargets) -> Pairs:
         reference = torch.zeros_like(logps) if targets.reference is None else targets.reference
-        return Pairs(logps, reference * self.kind.has_reference, targets.lengths, targets.numbers.margins)
+        return Pairs(logps, reference * self.kind.has_reference, targets.lengths, targets.margins)
 
     def measure(self, pairs: Pairs, targets: AnswerTargets) -> Tensor:  # (P, len(SUMS))
         """Sums over pairs; `loss` with gradients."""
-        weights, beta = targets.numbers.weights, self.strength.beta
+        weights, beta = targets.sample_weights, self.strength.beta
         rewards = beta * (pairs.ratios if self.kind.has_reference else pairs.mean_logps).detach()
         logps = pairs.logps.detach()
         columns = [
@@ -327,10 +291,7 @@ class PreferenceLoss(AnswerLoss):
             sums, loss, nll = sums / row_group.size, count_once(loss, row_group.size), count_once(nll, row_group.size)
         sums = sums.detach()
         reports = {"pair_sums": sums.sum(0)}
-        if targets.num_sources > 1:
-            by_source = sum_by_source(sums, targets.numbers, targets.num_sources)
-            reports["source_losses"] = by_source[:, SUMS.index("loss")]
-            reports["source_divisors"] = by_source[:, SUMS.index("pairs")]
+        reports |= targets.report_sources(sums[:, SUMS.index("loss")], sums[:, SUMS.index("pairs")])
         return LossSums(loss, {CHOSEN_TOKENS: self.nll_weight * nll} if self.nll_weight else {}, reports)
 
     def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
@@ -338,7 +299,7 @@ class PreferenceLoss(AnswerLoss):
         sums = self.measure(pairs, micro_batch.targets).double()
         if micro_batch.row.row_group is not None:
             sums = sums / micro_batch.row.row_group.size
-        return Scores(sum_by_source(sums, micro_batch.targets.numbers, micro_batch.targets.num_sources))
+        return Scores(micro_batch.targets.sum_by_source(sums))
 
     def sum_own(self, own: ReferenceForward, targets: AnswerTargets) -> Tensor:
         log_probs = own.logits[0].float().log_softmax(-1)[targets.index, targets.labels[targets.index]]
@@ -356,7 +317,6 @@ def read_reference(sums: np.ndarray) -> np.ndarray:  # (rows, len(SUMS)) -> (row
 class Preferences(next_tokens.CausalLM):
     """Preferences between two answers of a language model."""
 
-    family: Family = field(default_factory=TextFamily)
     kind: LossKind = LOSSES["dpo"]
     strength: Strength = DEFAULT_STRENGTH
     nll_weight: float = 0.0
@@ -405,7 +365,7 @@ class Preferences(next_tokens.CausalLM):
             **vars(targets),
             places=torch.from_numpy(places),
             lengths=torch.from_numpy(np.bincount(places, minlength=2 * len(samples)).astype(np.float32).reshape(-1, 2)),
-            numbers=gather_sample_numbers(samples),
+            **gather_sample_numbers(samples),
             reference=gather_reference(samples),
         )
 

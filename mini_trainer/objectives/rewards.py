@@ -4,7 +4,7 @@ n sequences in a packed row, N of them with a target, P pairs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from mini_trainer.data.columns.base import CountLabels, DataTask, Sample, list_s
 from mini_trainer.data.columns.preference_columns import PAIR_WEIGHT_COLUMN
 from mini_trainer.objectives import preferences
 from mini_trainer.objectives.families.classifier import ClassifierFamily, ClassifierRowModel, Labels
-from mini_trainer.objectives.families.family import MicroBatch, ReferenceForward, Row, Targets
+from mini_trainer.objectives.families.family import MicroBatch, ReferenceForward, Row
 from mini_trainer.objectives.objective import TARGETS, Loss, LossSums, Objective, ObjectiveSettings, Scores
 
 REWARD = "reward"
@@ -26,17 +26,13 @@ SUMS = ("loss", "rewards/accuracies", "rewards/chosen", "rewards/rejected", "pai
 
 
 @dataclass(kw_only=True)
-class RewardTargets(Targets):
+class RewardTargets(preferences.SampleTargets):
     """The answers of each pair; `index` is of sequences."""
 
     places: Tensor  # (N,) int64: twice the sequence's pair, and 1 more for the rejected answer
-    numbers: preferences.SampleNumbers
 
     def find_sequences(self, row: Row) -> Tensor:
         return self.index
-
-    def with_sample_sources(self, sources: np.ndarray) -> "RewardTargets":
-        return replace(self, numbers=self.numbers.with_sources(sources))
 
 
 @dataclass(frozen=True)
@@ -46,38 +42,29 @@ class RewardLoss(Loss):
 
     centering: float = 0.0
 
-    def measure(self, rewards: Tensor, numbers: preferences.SampleNumbers) -> Tensor:  # (2P,) -> (P, len(SUMS))
-        chosen, rejected = rewards.view(-1, 2).unbind(1)
-        losses = -logsigmoid(chosen - rejected - numbers.margins) + self.centering * (chosen + rejected).square()
+    def measure(self, rewards: Tensor, targets: RewardTargets) -> Tensor:  # (N,) -> (P, len(SUMS))
+        by_place = rewards.new_zeros(2 * len(targets.margins)).index_add(0, targets.places, rewards)
+        chosen, rejected = by_place.view(-1, 2).unbind(1)
+        losses = -logsigmoid(chosen - rejected - targets.margins) + self.centering * (chosen + rejected).square()
         ones = torch.ones_like(losses)
         columns = torch.stack([losses, (chosen > rejected).float(), chosen, rejected, ones], dim=1)
-        return numbers.weights[:, None] * columns
+        return targets.sample_weights[:, None] * columns
 
     def predict(self, row_model: ClassifierRowModel, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:  # (N,)
         return row_model.classify(hidden, micro_batch.row, micro_batch.targets.index)[:, 0]
 
-    def measure_row(self, rewards: Tensor, targets: RewardTargets) -> Tensor:  # (N,) -> (P, len(SUMS))
-        by_place = rewards.new_zeros(2 * len(targets.numbers.margins)).index_add(0, targets.places, rewards)
-        return self.measure(by_place, targets.numbers)
-
     def sum(self, predicted: Tensor, micro_batch: MicroBatch, *, shared: Tensor | None = None) -> LossSums:
         targets = micro_batch.targets
-        sums = self.measure_row(predicted, targets)
+        sums = self.measure(predicted, targets)
         loss, sums = sums[:, 0].sum(), sums.detach()
-        reports = {"pair_sums": sums.sum(0)}
-        if targets.num_sources > 1:
-            by_source = preferences.sum_by_source(sums, targets.numbers, targets.num_sources)
-            reports["source_losses"], reports["source_divisors"] = by_source[:, 0], by_source[:, -1]
-        return LossSums(loss, reports=reports)
+        return LossSums(loss, reports={"pair_sums": sums.sum(0)} | targets.report_sources(sums[:, 0], sums[:, -1]))
 
     def score(self, row_model: ClassifierRowModel, micro_batch: MicroBatch) -> Scores:
         targets = micro_batch.targets
-        sums = self.measure_row(self.read(row_model, micro_batch), targets).double()
-        return Scores(preferences.sum_by_source(sums, targets.numbers, targets.num_sources))
+        return Scores(targets.sum_by_source(self.measure(self.read(row_model, micro_batch), targets).double()))
 
     def sum_own(self, own: ReferenceForward, targets: RewardTargets) -> Tensor:
-        rewards = torch.stack([own.logits[0, 0].float(), own.logits.new_zeros(()).float()])
-        return self.measure(rewards, targets.numbers)[0, 0]
+        return self.measure(own.logits[0].float(), targets)[0, 0]
 
 
 @dataclass(frozen=True)
@@ -108,9 +95,8 @@ class Rewards(Objective):
     def pack_targets(self, samples: Sequence[Sample], row: Row) -> RewardTargets:
         """Pairs of which one answer is missing, as in checks, have a reward of 0 for it."""
         places = [2 * pair + side for pair, sample in enumerate(samples) for side in range(len(list_sequences(sample)))]
-        return RewardTargets(
-            torch.arange(len(places)), places=torch.tensor(places), numbers=preferences.gather_sample_numbers(samples)
-        )
+        numbers = preferences.gather_sample_numbers(samples)
+        return RewardTargets(torch.arange(len(places)), places=torch.tensor(places), **numbers)
 
     def weigh(self, num_targets: int, num_tokens: int, samples: Iterable[Sample]) -> dict[str, float]:
         return super().weigh(num_targets, num_tokens, ()) | {TARGETS: preferences.weigh_samples(samples)}

@@ -73,10 +73,9 @@ class TopTokenLoss(next_tokens.TokenLoss):
 
     def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
         """Sums: nothing. Predictions: the K ids, their -log q, that of all others together, and the target's."""
-        targets, row = micro_batch.targets, micro_batch.row
-        places = torch.stack([targets.find_sequences(row), row.position_ids[0, targets.index]], dim=1)
-        found = self.score_top(self.read(row_model, micro_batch))
-        return Scores(found.new_zeros(targets.num_sources, 1), torch.cat([places.double(), found], dim=1))
+        targets, found = micro_batch.targets, self.score_top(self.read(row_model, micro_batch))
+        places = targets.list_places(micro_batch.row).double()
+        return Scores(found.new_zeros(targets.num_sources, 1), torch.cat([places, found], dim=1))
 
     def score_top(self, tokens: next_tokens.TrainedTokens) -> Tensor:  # (N, 2K + 2) fp64
         parts = [tokens.hidden.new_zeros(0, 2 * self.top_k + 2, dtype=torch.float64)]

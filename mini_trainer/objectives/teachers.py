@@ -5,8 +5,7 @@ q is read from a file of the teacher's most probable tokens, or computed by a te
 N trained tokens, K tokens that a file names of each, V vocabulary size.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from mini_trainer.data.columns.base import IGNORED, CountLabels, DataTask, Sample
 from mini_trainer.data.stores.model_files import name_model
-from mini_trainer.distributed.compilation import Compiled
 from mini_trainer.distributed.world import RowGroup
 from mini_trainer.objectives import next_tokens, soft_targets
 from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
@@ -53,17 +51,17 @@ class TaughtTargets(NextTokens):
     soft: SoftTargets | None = None  # from a file
     teacher: TrainedTokens | None = None  # for a teacher that reads: the inputs of its logits
 
-    def take_part(self, part: slice) -> "TaughtTargets":
+    def take_part(self, part: slice) -> Self:
         first, end = np.searchsorted(self.index.numpy(), [part.start, part.stop])
         soft = None if self.soft is None else self.soft.slice(slice(first, end))
-        return TaughtTargets(**vars(super().take_part(part)), soft=soft)
+        return replace(super().take_part(part), soft=soft)
 
-    def gather(self, row_group: RowGroup, *, num_tokens: int) -> "TaughtTargets":
+    def gather(self, row_group: RowGroup, *, num_tokens: int) -> Self:
         """The targets of a check's row, in which the teacher says the same of all tokens."""
-        own, soft = super().gather(row_group, num_tokens=num_tokens), self.soft
-        if soft is not None:
-            soft = read_records([soft_targets.make_even_records(len(own.index), soft.ids.shape[1])])
-        return TaughtTargets(**vars(own), soft=soft)
+        own = super().gather(row_group, num_tokens=num_tokens)
+        if own.soft is not None:
+            own.soft = read_records([soft_targets.make_even_records(len(own.index), own.soft.ids.shape[1])])
+        return own
 
 
 def measure_taught_chunk(
@@ -128,11 +126,6 @@ def describe_teacher(teacher: SoftTargets | Tensor, log_probs: Tensor) -> tuple[
     return tail, log_probs.gather(1, best) == log_probs.amax(dim=1, keepdim=True)
 
 
-@functools.cache
-def fuse_taught_chunk() -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-    return Compiled(measure_taught_chunk, "the loss")
-
-
 @dataclass(frozen=True)
 class TaughtChunk:
     """The loss of a chunk's tokens: a `MeasureChunk` whose values are `measure_taught_chunk`'s."""
@@ -142,9 +135,12 @@ class TaughtChunk:
     terms: Terms
     is_fused: bool = False
 
+    num_values, chunk_bytes = NUM_VALUES, CHUNK_BYTES // 2
+
     def __call__(self, logits: Tensor, chunk: slice, needs_bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens, teacher = self.tokens, self.read_teacher(chunk)
-        measure = fuse_taught_chunk() if self.is_fused and len(logits) > 1 else measure_taught_chunk
+        is_fused = self.is_fused and len(logits) > 1
+        measure = next_tokens.fuse(measure_taught_chunk) if is_fused else measure_taught_chunk
         weights = None if tokens.token_weights is None else tokens.token_weights[chunk, None]
         return measure(logits, tokens.targets[chunk, None], weights, tokens.softcap, teacher, self.terms, needs_bias)
 
@@ -174,28 +170,24 @@ class TaughtLoss(TokenLoss):
         if targets.soft is None and targets.teacher is None:
             sums = super().sum(predicted, micro_batch, shared=shared)
             return sums._replace(loss=(1 - self.terms.weight) * sums.loss)
-        return self.sum_taught(predicted, targets)
-
-    def sum_taught(self, tokens: TrainedTokens, targets: TaughtTargets) -> LossSums:
-        measure = TaughtChunk(tokens, targets, self.terms, self.is_fused)
-        return self.sum_by_source(targets, tokens, measure, num_values=NUM_VALUES, chunk_bytes=CHUNK_BYTES // 2)
+        return next_tokens.sum_values(targets, TaughtChunk(predicted, targets, self.terms, self.is_fused))
 
     def score(self, row_model: TextRowModel, micro_batch: MicroBatch) -> Scores:
         """The scores of a language model, VALUES, and the number of targets that have a teacher."""
         tokens, targets = self.read(row_model, micro_batch), micro_batch.targets
-        scores = self.score_sources(tokens, targets)
+        scores = targets.sum_by_source(next_tokens.score_tokens(tokens))
         taught = scores.new_zeros(len(scores), NUM_VALUES)
         if targets.soft is not None or targets.teacher is not None:
-            taught = self.sum_taught(tokens, targets).reports["source_values"].double()
+            sums = next_tokens.sum_values(targets, TaughtChunk(tokens, targets, self.terms, self.is_fused))
+            taught = sums.reports["source_values"].double()
         return Scores(torch.cat([scores, taught], dim=1))
 
     def sum_own(self, own: ReferenceForward, targets: TaughtTargets) -> Tensor:
+        cross_entropy = (1 - self.terms.weight) * super().sum_own(own, targets)
         if targets.soft is None:
-            return (1 - self.terms.weight) * super().sum_own(own, targets)
+            return cross_entropy
         divergence = compare(own.logits[0, targets.index].float(), targets.soft, self.terms)
-        return (1 - self.terms.weight) * super().sum_own(own, targets) + (
-            self.terms.weight * self.terms.temperature**2 * divergence.values.sum()
-        )
+        return cross_entropy + self.terms.weight * self.terms.temperature**2 * divergence.values.sum()
 
 
 @dataclass(frozen=True)
@@ -204,7 +196,7 @@ class Taught(CausalLM):
 
     terms: Terms = field(default_factory=lambda: Terms(0.5, "forward-kl"))
     top_k: int | None = None  # tokens that the files name of each; None: the teacher reads the row
-    scores_name: str | None = None
+    teacher_scores: str | None = None
     teacher_title: str = "a teacher"
 
     metrics = CausalLM.metrics | {"teacher_kl": False}
@@ -214,7 +206,7 @@ class Taught(CausalLM):
         o = settings.teacher
         terms = Terms(o.teacher_weight, o.teacher_divergence, o.teacher_temperature)
         if o.teacher_model is None:
-            return cls(family, terms=terms, top_k=DEFAULT_TOP_K, scores_name=o.teacher_scores)
+            return cls(family, terms=terms, top_k=DEFAULT_TOP_K, teacher_scores=o.teacher_scores)
         return cls(family, terms=terms, teacher_title=f"teacher {name_model(o.teacher_model)}")
 
     @property
@@ -237,16 +229,12 @@ class Taught(CausalLM):
             assert len(soft.ids) == len(targets.index), (len(soft.ids), len(targets.index))
         return TaughtTargets(**vars(targets), soft=soft)
 
-    @property
-    def teacher_scores(self) -> str | None:
-        return self.scores_name
-
     def with_scores(self, sidecars: Sequence[Mapping[str, Any]]) -> "Taught":
         for name, wanted in (("temperature", self.terms.temperature), ("top_k", sidecars[0]["top_k"])):
             found = sorted({sidecar[name] for sidecar in sidecars} | {wanted})
             if len(found) > 1:
                 raise ValueError(
-                    f"--teacher-scores {self.scores_name}: made with other {name.replace('_', ' ')}s"
+                    f"--teacher-scores {self.teacher_scores}: made with other {name.replace('_', ' ')}s"
                     f" ({', '.join(map(str, found))}): all files, and --teacher-temperature, need the same"
                 )
         names = ", ".join(sorted({sidecar["teacher_name"] for sidecar in sidecars}))

@@ -47,6 +47,10 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
     if "--version" in argv:
         say(describe_version())
         sys.exit()
+    if hasattr(options_class, "first_word"):
+        from mini_trainer.options.tools import name_first_word
+
+        argv = name_first_word(argv, options_class)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # what is said once per node
     if (asked := next((argv[i + 1 : i + 2] for i, word in enumerate(argv) if word in HELP), None)) is not None:
         from mini_trainer.options.help import show_help
@@ -60,9 +64,6 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
             f"the package {error.name}, which reads the options, is not installed: install the dependencies in"
             " pyproject.toml (pip install -e . in a checkout; from wheels where there is no network)"
         )
-    markers = [tyro.conf.OmitArgPrefixes]  # an option's group is a heading of --help, and no part of its flag
-    if getattr(options_class, "takes_words", False):
-        markers.append(tyro.conf.PositionalRequiredArgs)
     if "kernels" in list_types(options_class):
         argv = [part for word in argv for part in SPELLINGS.get(word, (word,))]
     try:
@@ -84,7 +85,7 @@ def parse_options(options_class: type[Options], argv: list[str] | None = None) -
         refuse_unknown_words(words, options_class)
         words = find_preset_words(words, options_class) + words
         with reading_flags(options_class):
-            options = tyro.cli(options_class, prog=name_command(), config=markers, args=words)
+            options = tyro.cli(options_class, prog=name_command(), config=[tyro.conf.OmitArgPrefixes], args=words)
         problems = find_problems(options)
         if problems:
             raise ValueError("these options cannot be used as they are:\n  " + "\n  ".join(problems))

@@ -28,7 +28,8 @@ class DataOptions:
     data_weights_by: Literal[*WEIGHED_BY] = option("samples", needs="data_weights", decides="numbers")
     """Unit of the weights: samples drawn, or their tokens."""
     batch_size: int | None = option(None, at_least=1, decides="numbers")
-    """Samples per optimizer step, over all ranks. Default: 128, without --batch-tokens."""
+    """Samples per optimizer step, over all ranks. Default, without --batch-tokens: on the command line chosen by the
+    number of samples (docs/tasks/learning_rate.md), else 128."""
     batch_tokens: int | None = option(None, at_least=1, decides="numbers")
     """Instead of --batch-size: tokens (trained or masked) per optimizer step, over all ranks; at least the longest
     sample's. Samples stay whole: each belongs to the step in which its first token falls."""
@@ -52,7 +53,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """Rows to tokenize: location, format, and conversion to samples (docs/reference/data.md)."""
+    """Rows to tokenize: location, format, conversion to samples (docs/reference/data.md)."""
 
     input_file: tuple[str, ...] = option((), may_differ=True)
     """Files or directories of rows: .jsonl, .json, .csv, .tsv, .parquet or .txt, also compressed (.gz, .zst); or URLs

@@ -65,7 +65,12 @@ def describe_help(options_class: type, topic: str, *, command: str) -> str:
 def describe_first(options_class: type, *, command: str) -> str:
     """What a first run needs, and the groups of all other options."""
     known = {option.name: option for option, _ in iterate_fields(options_class)}
-    shown = "\n".join(describe_lines(options_class, [known[name] for name in options_class.first], is_short=True))
+    heads = {name: describe_head(options_class, known[name], is_short=True) for name in options_class.first}
+    column, texts = 4 + max(map(len, heads.values())), read_helps(options_class)
+    shown = "\n".join(
+        fill(f"{one_sentence(texts[name])}.", " " * column).replace(" " * column, f"  {head:{column - 2}}", 1)
+        for name, head in heads.items()
+    )
     groups = list_groups(options_class)
     described = [(name, len(dataclasses.fields(group)), group.__doc__) for name, group in groups.items()]
     described.insert(0, (ALONE, len(dataclasses.fields(options_class)) - len(groups), "Options of no group."))
@@ -75,15 +80,16 @@ def describe_first(options_class: type, *, command: str) -> str:
         [
             describe_start(options_class, command=command),
             f"For a first run ({len(options_class.first)} of {len(known)} options):\n\n{shown}",
-            "\n".join(["All others, by group:", "", *(shorten(line) for line in lines)]),
+            "\n".join(["All others, by group:", "", *lines]),
             fill(f"More: {command} --help GROUP, --help OPTION, --help WORD (a search) or --help all.", ""),
         ]
     )
 
 
 def describe_start(options_class: type, *, command: str) -> str:
-    required = [option for option, _ in iterate_fields(options_class) if is_required(option)]
-    words = [describe_head(options_class, option) for option in required]
+    first = getattr(options_class, "first_word", None)
+    shown = [option for option, _ in iterate_fields(options_class) if is_required(option) or option.name == first]
+    words = [describe_head(options_class, option).partition(",")[0] for option in shown]
     return "\n\n".join([fill(f"usage: {' '.join([command, *words])} [OPTIONS]", ""), fill(options_class.__doc__, "")])
 
 
@@ -96,27 +102,22 @@ def describe_options(options_class: type, names: Collection[str]) -> Iterator[st
     types = list_groups(options_class)
     for group, own in by_group.items():
         title = [] if group is None else [fill(f"{bold(group)}: {types[group].__doc__}", ""), ""]
-        yield "\n".join([*title, *describe_lines(options_class, own, is_short=False)])
+        yield "\n".join([*title, *describe_lines(options_class, own)])
 
 
-def describe_lines(options_class: type, shown: Sequence[dataclasses.Field], *, is_short: bool) -> Iterator[str]:
-    """The lines of these options; short: one for each, cut at the width."""
+def describe_lines(options_class: type, shown: Sequence[dataclasses.Field]) -> Iterator[str]:
     texts = read_helps(options_class)
-    heads = {option.name: describe_head(options_class, option, is_short=is_short) for option in shown}
-    width = 2 + max(map(len, heads.values()))
     for option in shown:
-        head, text = heads[option.name], texts[option.name] + describe_default(option)
-        if is_short:
-            yield shorten(f"  {bold(head)}{' ' * (width - len(head))}{one_sentence(texts[option.name])}")
-        else:
-            yield from (f"  {bold(head)}", fill(text, INDENT))
+        yield f"  {bold(describe_head(options_class, option))}"
+        yield fill(texts[option.name] + describe_default(option), INDENT)
 
 
 def describe_head(options_class: type, option: dataclasses.Field, *, is_short: bool = False) -> str:
-    """The flag and its values; a word where the option has no flag."""
-    if is_required(option) and getattr(options_class, "takes_words", False):
-        return option.name.upper()
-    return f"{flag_name(option.name)} {name_values(option, is_short=is_short)}".rstrip()
+    """The flag and its values; before it, a word where none is needed."""
+    head = f"{flag_name(option.name)} {name_values(option, is_short=is_short)}".rstrip()
+    if option.name == getattr(options_class, "first_word", None):
+        return f"{option.name.partition('_')[0].upper()}{' ...' * (get_origin(option.type) is tuple)}, {head}"
+    return head
 
 
 def describe_default(option: dataclasses.Field) -> str:
@@ -154,13 +155,6 @@ def one_sentence(text: str) -> str:
 
 def width_shown() -> int:
     return min(MOST_WIDTH, shutil.get_terminal_size().columns)
-
-
-def shorten(line: str) -> str:
-    """Cuts the line at the terminal's width, with dots."""
-    plain = line.replace("\033[1m", "").replace("\033[0m", "")
-    over = len(plain) - width_shown()
-    return line if over <= 0 else f"{line[: -over - 3].rstrip()}..."
 
 
 def fill(text: str, indent: str) -> str:

@@ -9,6 +9,7 @@ from mini_trainer.options.objectives import OBJECTIVES
 from mini_trainer.options.places import USUAL
 
 MOST_RANK = 65_536  # of an adapter: wider than any layer that gets one
+DEFAULT_LEARNING_RATE = 1e-5
 SCHEDULES_WITH_END = tuple(doors.DECAYS)
 SHAPED_SCHEDULES = ("cosine_with_restarts", "polynomial", "wsd")
 
@@ -27,7 +28,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationOptions:
-    """The objective: language modelling, classification (docs/reference/classification.md) or preferences."""
+    """The objective: language modelling, classes (docs/reference/classification.md) or preferences."""
 
     decides: ClassVar = "numbers"
 
@@ -47,7 +48,7 @@ class ClassificationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions:
-    """Learning from answers that are better or worse than others (docs/tasks/preferences.md)."""
+    """Learning from better and worse answers (docs/tasks/preferences.md)."""
 
     decides: ClassVar = "numbers"
 
@@ -129,8 +130,9 @@ class OptimizationOptions:
     master_weights: Literal["float32", "bfloat16"] = option("float32", decides="state")
     """bfloat16: halve the memory of weights, and of gradients between micro-batches, with stochastic rounding of
     updates, so that small ones are not lost; noisier."""
-    learning_rate: float = option(1e-5, at_least=0, at_most=1)
-    """Peak learning rate."""
+    learning_rate: float | None = option(None, at_least=0, at_most=1)
+    """Peak learning rate. Default: on the command line chosen by method and model size
+    (docs/tasks/learning_rate.md), else 1e-5."""
     num_warmup_steps: int | float = option(0, at_least=0, parse=parse_steps_or_share)
     """Number of linear warm-up steps; below 1: their share of the run's steps, such as 0.03."""
     lr_scheduler: Literal[*doors.SCHEDULES] = "constant_with_warmup"
@@ -167,6 +169,10 @@ class OptimizationOptions:
     tokens of a step, so that experts may specialize on some samples; costs a forward pass."""
     max_grad_norm: float | None = option(1.0, above=0)
     """Maximum global gradient norm; None: no clipping."""
+
+    @property
+    def peak_rate(self) -> float:
+        return DEFAULT_LEARNING_RATE if self.learning_rate is None else self.learning_rate
 
     @property
     def needs_end(self) -> bool:

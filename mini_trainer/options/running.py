@@ -14,7 +14,8 @@ class EndOptions:
     """When the run ends."""
 
     max_steps: int | None = option(None, at_least=1)
-    """Stop after this many optimizer steps. Without any --max-* option the run has no end."""
+    """Stop after this many optimizer steps. Without any --max-* option --max-epochs is chosen
+    (docs/tasks/learning_rate.md), or the run has no end if it exports on the way."""
     max_epochs: int | None = option(None, at_least=1)
     """Stop after the step in which every sample has been drawn this many times."""
     max_samples: int | None = option(None, at_least=1)
@@ -120,7 +121,7 @@ class HubOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeOptions:
-    """Computation on each rank: data type, attention, kernels, memory."""
+    """Data type, attention, kernels and memory of each rank."""
 
     compute_dtype: Literal["auto", *DTYPES] = "auto"
     """Data type of forward and backward; auto: bfloat16 on CUDA, float32 on CPU. See also --master-weights. float16 is

@@ -1,21 +1,15 @@
 """Options of the programs other than train.py."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_origin
 
 from mini_trainer.options.data import DATA_CACHE_DIR, RowOptions
 from mini_trainer.options.doors import DOUBTS, DTYPES, ENGINES, TEXT_FORMATS, TRAINERS
-from mini_trainer.options.fields import option, parse_shard
+from mini_trainer.options.fields import flag_name, list_types, option, parse_shard
 
 OF_SERVER = ("engine", ("openai",))
 
-# Options that several programs share, listed after a program's own.
-
-
-class WordOptions:
-    """A program whose required option is a word without a flag."""
-
-    takes_words: ClassVar = True
+# Options that several programs share, listed after a program's own. `first_word`: the option whose value needs no flag.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +125,9 @@ class SamplingOptions:
 class GenerateOptions(ConfigOptions, ReadingOptions):
     """Generate from a model: prompts from files, or a chat in the terminal."""
 
+    first_word: ClassVar = "model"
     model: str
-    """Directory of a model, an export or an adapter, or a name on the hub; openai: the model's name on the server."""
+    """Directory of a model, an export, an adapter or a run, or a name on the hub; openai: its name on the server."""
     adapter: str | None = None
     """Directory of a LoRA adapter for the model, in peft's format."""
     prompts: tuple[str, ...] = ()
@@ -140,6 +135,10 @@ class GenerateOptions(ConfigOptions, ReadingOptions):
     the terminal."""
     output: str | None = None
     """File for the answers: .jsonl."""
+    browser: bool = False
+    """Chat on a page in the browser, which this machine alone can open (pip install gradio)."""
+    port: int = option(7860, at_least=1, at_most=65535, needs="browser")
+    """Port of the page."""
     format: Literal[*TEXT_FORMATS] | None = option(None, needs="prompts")
     """Format of the rows. Default: detected for each row."""
     engines: EngineOptions = field(default_factory=EngineOptions)
@@ -150,12 +149,11 @@ class GenerateOptions(ConfigOptions, ReadingOptions):
 class EvaluateOptions(ConfigOptions, ReadingOptions):
     """Evaluate models side by side: losses on tokenized sets, answers to tasks, EleutherAI's harness."""
 
+    first_word: ClassVar = "model"
+    model: tuple[str, ...] = ()
+    """Directories of models, exports, adapters or runs, or names on the hub; the first is the baseline."""
     output_dir: str
     """Directory for results.json, each model's samples, and the page. Existing results are reused."""
-    model: tuple[str, ...] = ()
-    """Directories of models, exports or adapters, or names on the hub; the first is the baseline."""
-    run: str | None = None
-    """Output directory of train.py: evaluate all its exports, in addition to --model."""
     data: tuple[str, ...] = ()
     """Tokenized data sets written by process_data.py, or URLs of these: loss, perplexity and token accuracy; for
     classifiers macro F1, accuracy and loss."""
@@ -182,8 +180,9 @@ class EvaluateOptions(ConfigOptions, ReadingOptions):
 class DrawSamplesOptions(ConfigOptions, ReadingOptions):
     """Draw samples from a model, at temperature 1 and with nothing asked: what it knows, for train --keep self."""
 
+    first_word: ClassVar = "model_name_or_path"
     model_name_or_path: str
-    """Directory of a model, or a name on the hub."""
+    """Directory of a model, an export or a run, or a name on the hub."""
     output_file: str | None = None
     """File for the samples, a data set: .jsonl. Default: in the cache, where train --keep self finds those that were
     drawn with the defaults."""
@@ -205,8 +204,9 @@ class DrawSamplesOptions(ConfigOptions, ReadingOptions):
 class ScoreDataOptions(ConfigOptions, ReadingOptions):
     """Score tokenized data sets with a model: a teacher's most probable tokens."""
 
+    first_word: ClassVar = "model_name_or_path"
     model_name_or_path: str
-    """Directory of a model, an export or an adapter, or a name on the hub."""
+    """Directory of a model, an export, an adapter or a run, or a name on the hub."""
     data_path: tuple[str, ...] = ()
     """Tokenized data sets written by process_data.py, or URLs of these. The scores are written next to each data set,
     or next to its local copy, to DATA.NAME.scores."""
@@ -228,9 +228,10 @@ class ScoreDataOptions(ConfigOptions, ReadingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportRunOptions(WordOptions):
+class ExportRunOptions:
     """Export a model from the newest checkpoint of a run that was stopped."""
 
+    first_word: ClassVar = "run"
     run: str
     """Output directory of train.py."""
     trust_remote_code: bool = False
@@ -238,9 +239,10 @@ class ExportRunOptions(WordOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(ReadingOptions, WordOptions):
+class ServeOptions(ReadingOptions):
     """Serve a model on this machine, with an OpenAI-compatible API."""
 
+    first_word: ClassVar = "model"
     model: str
     """Directory of a model, an export, an adapter (with vLLM) or a run, or a name on the hub."""
     adapter: str | None = None
@@ -269,8 +271,9 @@ class ServeOptions(ReadingOptions, WordOptions):
 class MergeAdapterOptions(ReadingOptions):
     """Merge a LoRA adapter into its base model's weights."""
 
+    first_word: ClassVar = "adapter"
     adapter: str
-    """Directory of the adapter, in peft's format."""
+    """Directory of the adapter, in peft's format, or of a run with --lora."""
     output_dir: str
     """Output directory, which must not exist."""
     model_name_or_path: str | None = None
@@ -288,8 +291,9 @@ class MergeAdapterOptions(ReadingOptions):
 class ExportGgufOptions(ConfigOptions):
     """Write a model as one GGUF file for llama.cpp, Ollama and LM Studio."""
 
+    first_word: ClassVar = "model_name_or_path"
     model_name_or_path: str
-    """Directory of a model: an export, or any other in the Hugging Face format."""
+    """Directory of a run, an export, or any other model in the Hugging Face format."""
     output: str
     """File to write (.gguf), which must not exist. Its name without the ending is the model's name."""
     dtype: Literal["bf16", "f16", "f32", "q8_0"] = "bf16"
@@ -302,9 +306,10 @@ class ExportGgufOptions(ConfigOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportConfigOptions(WordOptions):
+class ImportConfigOptions:
     """Convert another trainer's configuration to files for process_data.py and train.py."""
 
+    first_word: ClassVar = "config_file"
     config_file: str
     """YAML file of Axolotl, LLaMA-Factory or TRL."""
     output_dir: str = "."
@@ -316,9 +321,10 @@ class ImportConfigOptions(WordOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(WordOptions):
+class VerifyOptions:
     """Compare stored files to the hashes recorded when they were written, or a reader's answers to the trainer's."""
 
+    first_word: ClassVar = "path"
     path: tuple[str, ...]
     """Data sets, scores, exports, checkpoints, runs, or directories that contain any of these."""
     against: str | None = None
@@ -327,9 +333,10 @@ class VerifyOptions(WordOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlotOptions(WordOptions):
+class PlotOptions:
     """Plot the curves of several training runs as an HTML page."""
 
+    first_word: ClassVar = "runs"
     runs: tuple[str, ...]
     """Output directories of train.py, of finished or running runs."""
     output: str | None = None
@@ -337,9 +344,10 @@ class PlotOptions(WordOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoardOptions(WordOptions):
+class BoardOptions:
     """Serve a live table of all runs in a directory, and their curves, on this machine, until Ctrl-C."""
 
+    first_word: ClassVar = "folder"
     folder: tuple[str, ...]
     """A directory with output directories of train.py, at any depth."""
     port: int = 8766
@@ -347,9 +355,10 @@ class BoardOptions(WordOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(WordOptions):
+class SweepOptions:
     """Search hyperparameters: train with different options, and rank them by validation (docs/reference/sweeps.md)."""
 
+    first_word: ClassVar = "config_file"
     config_file: str
     """YAML file of the sweep."""
     output_dir: str | None = None
@@ -362,9 +371,10 @@ class SweepOptions(WordOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContinualOptions(WordOptions):
+class ContinualOptions:
     """Train on tasks one after the other, and measure what is learned and forgotten (docs/tasks/continual.md)."""
 
+    first_word: ClassVar = "paths"
     paths: tuple[str, ...]
     """YAML file of the tasks; with --compare, output directories of experiments."""
     output_dir: str | None = None
@@ -373,3 +383,20 @@ class ContinualOptions(WordOptions):
     """Compare experiments with the same tasks, instead of running one."""
     output: str | None = option(None, needs="compare")
     """--compare only: page to write (.html), in addition to the tables."""
+
+
+def name_first_word(words: list[str], options_class: type) -> list[str]:
+    """The words with the flag of the program's first word before all that are no flag's values."""
+    types, free, others, room = list_types(options_class), [], [], 0
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, _ = word.partition("=")
+            kind = types.get(flag.removeprefix("--").replace("-", "_"), bool if flag.startswith("--no-") else str)
+            room = 0 if equals or kind is bool else len(words) if get_origin(kind) is tuple else 1
+        elif room == 0:
+            free.append(word)
+            continue
+        else:
+            room -= 1
+        others.append(word)
+    return [flag_name(options_class.first_word), *free, *others] if free else words

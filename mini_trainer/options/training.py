@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Fine-tune a causal language model or a classifier with FSDP2 on data written by process_data.py."""
+    """Fine-tune a language model or a classifier: chats or tokenized data in, a Hugging Face model out."""
 
     first: ClassVar = (  # what a first run needs: `--help` alone shows these
         *("model_name_or_path", "input_file", "validation_share", "data_path", "validation_data_path", "output_dir"),
@@ -74,6 +74,11 @@ class TrainOptions:
     sharding: running.ShardingOptions = field(default_factory=running.ShardingOptions)
     profiling: running.ProfilingOptions = field(default_factory=running.ProfilingOptions)
     plan: running.PlanOptions = field(default_factory=running.PlanOptions)
+
+    @property
+    def chooses_end(self) -> bool:
+        """Whether the run's end is chosen by its data: nothing else would end it, or export what it learns."""
+        return self.classification.objective == "causal-lm" and not (self.end.is_given or self.exports.on_the_way)
 
 
 def fill_unset(options: Options, device: str) -> Options:

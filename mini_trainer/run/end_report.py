@@ -22,7 +22,8 @@ def describe_result(message: str, exports: Exports, position: RunPosition, *, be
     output_dir = exports.output_dir
     losses = describe_losses(output_dir, position.step)
     result = ", ".join([f"{position.step:,} steps", *losses])
-    lines = [f"{message}: {result}" if message == "done" else f"{message}\n{result}"]
+    said = f"{message}: {result}" if message == "done" else f"{message}\n{result}"
+    lines = [*(f"warning: {warning}" for warning in exports.inputs.warnings), said]
     last_model, best_model = exports.path_of(position), exports.directory / "best"
     models = [(best_model, f"best model, after step {best_step}")] if best_step not in (None, position.step) else []
     models = [(path, name) for path, name in [*models, (last_model, "model after the last step")] if path.is_dir()]

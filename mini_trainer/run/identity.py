@@ -25,7 +25,6 @@ from mini_trainer.options import (
     OptimizationOptions,
     TrainOptions,
     flatten_options,
-    iterate_fields,
     list_data_sets,
     list_deciding_options,
     list_identifying_options,
@@ -120,15 +119,10 @@ def record_start(
     record.write_params(output_dir, params)
 
 
-def describe_run(values: Mapping[str, Any], world: World) -> str:
-    """The console's first lines: versions, devices, and the options that are not at their defaults."""
-    changed = [
-        f"{option.name}={value}"
-        for option, _ in iterate_fields(TrainOptions)
-        if (value := values[option.name]) != option.default
-    ]
+def describe_run(world: World) -> str:
+    """The console's first line: devices and versions."""
     versions = ", ".join(f"{name} {number}" for name, number in read_versions().items())
-    return f"{world.world_size} x {describe_device(world.device)}; {versions}\noptions: {', '.join(changed)}"
+    return f"{world.world_size} x {describe_device(world.device)}; {versions}"
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from mini_trainer.model.config import ModelSource
 from mini_trainer.model.method import Method
 from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.objective import Objective
-from mini_trainer.options import DataOptions, ModelOptions
+from mini_trainer.options import DataOptions, TrainOptions
 from mini_trainer.run.checkpointing import Checkpoint
 from mini_trainer.sampler import Batch, Batching, RunPosition, draw_batches, iterate_batches
 
@@ -60,8 +60,9 @@ class RunInputs:
     family: Family  # complete once there is a tokenizer
     method: Method
     data_options: DataOptions  # with a number for max_tokens_per_gpu: if "auto", 8,192, or the longest sample's
-    model_options: ModelOptions
+    options: TrainOptions  # with values for what the data and the model's size choose
     compute_dtype: torch.dtype
+    chosen: str = ""  # these values, for the line about the data
     values: dict[str, Any] = field(default_factory=dict)  # all options by name, as they are recorded
     own_paths: Sequence[str] = ()  # local ones of all data sets that the options name, and of OSFT's cache
     data: Mixture | None = None
@@ -150,14 +151,14 @@ class RunInputs:
 
     @property
     def source(self) -> ModelSource:
-        o = self.model_options
+        o = self.options.model
         return ModelSource(
             self.model_dir, self.config, o.trust_remote_code, name=o.model_name_or_path, new_tokens=self.new_tokens
         )
 
     def list_models(self) -> list[tuple[str, str]]:
         """Names and directories of the model and of the other models that the run reads."""
-        models = [] if self.model_dir is None else [(self.model_options.model_name_or_path, self.model_dir)]
+        models = [] if self.model_dir is None else [(self.options.model.model_name_or_path, self.model_dir)]
         return models + [(other.name, other.directory) for other in self.other_models.values()]
 
     def find_weights(self, *, verifies: bool) -> None:

@@ -74,7 +74,6 @@ def add_scores(inputs: RunInputs, model: PackedModel, *, world: World, progress:
     has computed. All ranks call this."""
     old, objective = inputs.old, inputs.objective.of_old
     rows, paths = call_on_rank0(world, lambda: locate_scores(inputs))
-    call_on_rank0(world, lambda: show_drawn(inputs))
     with contextlib.ExitStack() as held:
         while not call_on_rank0(world, lambda: hold(paths, held)):
             progress("another run that scores the same old samples")

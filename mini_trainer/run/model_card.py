@@ -105,7 +105,7 @@ def read_rows(path: Path, last_step: int) -> Iterator[dict[str, Any]]:
 
 def describe_head(name: str, inputs: RunInputs, values: Mapping[str, Any], measured: dict[str, float]) -> ModelCardData:
     """The card's metadata. Models and data sets are named only if they are on the hub, which would look for them."""
-    config, method, base = inputs.config, inputs.method, inputs.model_options.model_name_or_path
+    config, method, base = inputs.config, inputs.method, inputs.options.model.model_name_or_path
     rows = values["input_dataset"]
     sees_images = is_multimodal(config) and type(config) in AutoModelForImageTextToText._model_mapping
     task = "image-text-to-text" if sees_images else inputs.objective.pipeline_tag
@@ -154,7 +154,7 @@ def describe_usage(head: ModelCardData, repository: str | None, *, has_template:
 
 
 def describe_training(inputs: RunInputs, params: dict[str, Any], position: RunPosition) -> str:
-    o, origin = inputs.model_options, inputs.origin
+    o, origin = inputs.options.model, inputs.origin
     before = origin and f"{origin.num_steps:,} steps in other runs, to the checkpoint `{origin.digest}`"
     base = f"`{name_model(o.model_name_or_path)}`"
     if o.model_revision is not None:

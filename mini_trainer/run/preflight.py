@@ -37,6 +37,7 @@ from mini_trainer.run.file_names import EXPORTS_DIR, LATEST, METRICS_FILE, STATE
 SETTLED = {
     *("activation_checkpointing", "max_tokens_per_gpu", "kernels", "reshard_after_forward", "reshard_after_backward")
 }
+CHOSEN = {"batch_size", "max_epochs", "learning_rate"}  # by its data and model, if they are left out (run/choices.py)
 STATE_BYTES = {"adamw": 8, "adamw8bit": 2, "muon": 4}  # of an optimizer, for each trained number, at least
 VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LANGUAGE = ("causal-lm", "preference", "kto")  # objectives that keep the head
@@ -119,8 +120,9 @@ def read_identity(checkpoint: Path) -> dict[str, Any]:
 
 def find_option_changes(options: TrainOptions, identity: Mapping[str, Any]) -> dict[str, str]:
     """The options that decide a run's numbers and differ from this identity's."""
-    values = flatten_options(options) | {"batch_size": options.data.samples_per_step}
-    now = {record.name_in_identity(name): record.to_json(hide_in(values[name])) for name in list_identifying_options()}
+    values = flatten_options(options)
+    names = [name for name in list_identifying_options() if name not in CHOSEN or values[name] is not None]
+    now = {record.name_in_identity(name): record.to_json(hide_in(values[name])) for name in names}
     before = {name: value for name, value in identity.items() if name in now}
     return record.find_changes(before, now) if before else {}
 
@@ -131,7 +133,7 @@ def describe_done(options: TrainOptions, params: dict[str, Any]) -> str | None:
     values = {name: record.to_json(hide_in(value)) for name, value in flatten_options(options).items()}
     output_dir, models = Path(options.output_dir), Path(options.output_dir, EXPORTS_DIR)
     changed = {name for name, value in values.items() if value != params["options"].get(name)}
-    settled = {name for name in SETTLED if values[name] in (None, "auto")}
+    settled = {name for name in (*SETTLED, *CHOSEN) if values[name] in (None, "auto")}
     if names_raw_data(options):  # which become data sets
         settled |= {"data_path"} if not values["data_path"] else set()
         settled |= {"validation_data_path"} if values["validation_share"] else set()

@@ -98,12 +98,13 @@ def timestamp() -> str:
 
 
 def describe_losses(output_dir: Path, step: int) -> list[str]:
-    """The losses of the run's first and last step, and of the validation after `step`; empty if there are none."""
+    """The losses of the run's first and last step, and of its first validation and that after `step`, if any."""
     first, last = read_ends(output_dir / METRICS_FILE)
-    _, validation = read_ends(output_dir / VALIDATION_FILE)
+    before, validation = read_ends(output_dir / VALIDATION_FILE)
     losses = [f"loss {first['loss']:.4f} -> {last['loss']:.4f}"] if first and last else []
     if validation and validation["step"] == step and validation["loss"] is not None:
-        losses.append(f"validation {validation['loss']:.4f}")
+        start = f"{before['loss']:.4f} -> " if before.get("step", step) < step and before["loss"] is not None else ""
+        losses.append(f"validation {start}{validation['loss']:.4f}")
     return losses
 
 

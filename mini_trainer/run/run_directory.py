@@ -143,6 +143,10 @@ class RunDirectory:
             MetricsFile(self.path, first_step=first_step, num_validations=num_validations),
             open_console(time_left, shown=tuple(inputs.objective.metrics), max_epochs=inputs.values["max_epochs"]),
         ]
+        if inputs.old_data is not None:
+            from mini_trainer.run.keeping import show_drawn
+
+            show_drawn(inputs)
         if inputs.samples is not None:
             from mini_trainer.run.samples import SamplesFile
 

@@ -125,7 +125,7 @@ def describe_data(inputs: RunInputs, *, num_dropped: int, start: RunPosition) ->
         sources += f"\nvalidation: {len(validation_data.kept):,} samples of {', '.join(validation_data.names)}"
     dropped = f"; {num_dropped:,} dropped, longer than --max-tokens-per-gpu" if num_dropped else ""
     log.info(
-        f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens{dropped}{sources}\n"
+        f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens{dropped}{inputs.chosen}{sources}\n"
         f"run: {'no end' if num_steps is None else f'{num_steps:,} steps'} of {inputs.batching}"
         f"{'; nothing is left to train' if num_steps is not None and start.step >= num_steps else ''}"
     )

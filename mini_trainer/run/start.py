@@ -85,7 +85,7 @@ def open_inputs(
         family=make_family(name, settings),
         method=choose_method(options),
         data_options=options.data,
-        model_options=options.model,
+        options=options,
         compute_dtype=choose_compute_dtype(options.compute, device),
         values=flatten_with_urls(options),
         own_paths=(*itertools.chain(*list_data_sets(options).values()), options.osft.osft_cache_dir),
@@ -109,6 +109,11 @@ def open_inputs(
     if inputs.objective is not None:
         inputs.family = inputs.objective.family
     open_model(inputs)
+    given = options.data.batch_size or options.data.batch_tokens, options.optimization.learning_rate
+    if options.chooses_end or None in given:
+        from mini_trainer.run.choices import choose_values
+
+        options = choose_values(inputs)
     if inputs.config is not None:
         errors.attempt(lambda: open_optimizer(options.optimization).check(inputs.config))
     if inputs.tokenizer is not None and inputs.data.has_images and inputs.objective is not None:
@@ -145,12 +150,9 @@ def choose_objective(options: TrainOptions) -> str:
                 "--context-parallel: not supported with images, whose tokens cannot be split over ranks; remove the"
                 " option, or tokenize the data without process_data.py --images"
             )
-        if options.teacher.teacher_weight is not None:
-            raise ValueError(
-                "--teacher-weight cannot be used with images, which score-data does not read; leave it out"
-            )
-        if options.keep.keep:
-            raise ValueError("--keep cannot be used with images: it has been tested on texts alone; leave it out")
+        given = {"--teacher-weight": options.teacher.teacher_weight is not None, "--keep": bool(options.keep.keep)}
+        for flag in (name for name, is_given in given.items() if is_given):
+            raise ValueError(f"{flag} cannot be used with images: it is for texts alone; leave it out")
         return VISION
     default = VisionOptions()
     if name == CAUSAL_LM and options.vision != default:
@@ -254,7 +256,7 @@ def make_from_data(name: str, settings: ObjectiveSettings, inputs: RunInputs, *,
 
 def open_model(inputs: RunInputs) -> None:
     """Opens the model's config, and the tokenizer that made the data; the family then knows both."""
-    o, family, method, errors = inputs.model_options, inputs.family, inputs.method, inputs.errors
+    o, family, method, errors = inputs.options.model, inputs.family, inputs.method, inputs.errors
     trust = o.trust_remote_code
     inputs.model_dir = directory = errors.attempt(
         lambda: find_model(o.model_name_or_path, revision=o.model_revision, trust_remote_code=trust)

@@ -4,7 +4,6 @@ Each rank describes the files that it reads. Weights, checkpoints and rows to to
 reads them, or their hashes are verified on reading.
 """
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,6 @@ from mini_trainer.options import (
 )
 from mini_trainer.run.inputs import RunInputs
 
-# Learning rates by the method's option: of published runs (docs/tasks/learning_rate.md); OSFT's as measured in
-# docs/reference/osft.md.
-USUAL_RATES = {
-    "lora": ("LoRA", "1e-4 to 2e-4"),
-    "osft": ("OSFT", "1e-4 to 1e-3"),
-    "full": ("full fine-tuning", "2e-6 to 2e-5"),
-}
 FEW_UPDATES = 30  # optimizer updates below which a run gets a warning, unless --max-steps asks for so few
 
 
@@ -101,7 +93,9 @@ def find_oddities(
     if batching is not None and num_steps is not None and end.max_steps is None:
         num_updates = inputs.num_steps_before + num_steps
         if num_updates < FEW_UPDATES:
-            inputs.warnings.append(describe_few_updates(num_updates, inputs, optimization, end))
+            from mini_trainer.run.choices import describe_few_updates
+
+            inputs.warnings.append(describe_few_updates(num_updates, FEW_UPDATES, inputs, optimization, end))
     if data is not None and inputs.validation_data is not None and TRAINING_DATA not in validation.validation_data_path:
         trained = {source.path.resolve() for source in data.sources}
         for source in inputs.validation_data.sources:
@@ -124,20 +118,6 @@ def find_oddities(
         )
 
 
-def describe_few_updates(num_updates: int, inputs: RunInputs, o: OptimizationOptions, end: EndOptions) -> str:
-    """Warning that a model learns little in so few updates, with values that give more."""
-    flag, size = inputs.batching.flag.split()
-    share = num_updates / FEW_UPDATES
-    advice = [f"{flag} {int(int(size) * share)}"] if int(size) * share >= 1 else []
-    advice += [f"--max-epochs {math.ceil(end.max_epochs / share)}"] if end.max_epochs is not None else []
-    name, rates = USUAL_RATES[next((name for name in USUAL_RATES if inputs.values.get(name)), "full")]
-    return (
-        f"the run has only {num_updates} optimizer updates, in which a model learns little; {FEW_UPDATES} or more are"
-        f" usual: {' or '.join([*advice, 'more data'])}. Usual learning rates of {name} are {rates}, this run's is"
-        f" {o.learning_rate:g}"
-    )
-
-
 # Keys of a sidecar that training does not read.
 UNREAD_KEYS = ("versions", "sources", "options", "split", "file", "sha256")
 
@@ -156,7 +136,7 @@ def describe_start(values: Mapping[str, Any], world: World) -> Groups:
 def describe_inputs(inputs: RunInputs, *, verifies: bool) -> Groups:
     """Digests of the files that every rank reads, by the options that name them. `verifies`: data sets' whole content
     is hashed, as it is compared with the recorded hashes anyway."""
-    read, with_code = inputs.method.list_read_files(), inputs.model_options.trust_remote_code
+    read, with_code = inputs.method.list_read_files(), inputs.options.model.trust_remote_code
     models = {"--model-name-or-path": inputs.model_dir}
     models |= {flag: other.directory for flag, other in inputs.other_models.items()}
     return {

@@ -90,7 +90,7 @@ def open_other_models(names: Mapping[str, str | None], inputs: RunInputs) -> dic
 
 def open_other_model(flag: str, name: str, inputs: RunInputs) -> ModelSource:
     """The model of this flag; ValueError if it cannot read the run's data."""
-    trust = inputs.model_options.trust_remote_code
+    trust = inputs.options.model.trust_remote_code
     model_dir = find_model(name, revision=None, trust_remote_code=trust, flag=flag)
     config = load_config(model_dir, inputs.family, trust_remote_code=trust)
     tokenizer = load_tokenizer(model_dir, trust_remote_code=trust)

@@ -21,6 +21,7 @@ from mini_trainer.data.stores.model_files import MODEL_FLAG, verify_weights
 from mini_trainer.distributed.ending import ending_with_message
 from mini_trainer.distributed.messages import say, say_note
 from mini_trainer.options.problems.finding import require
+from mini_trainer.use.inference.loading import find_in_run
 
 
 def export_gguf(options: ExportGgufOptions) -> None:
@@ -28,7 +29,7 @@ def export_gguf(options: ExportGgufOptions) -> None:
     require("gguf", flag="export-gguf")
     from mini_trainer.use.exporters.gguf_file import write_gguf
 
-    model_dir, output = Path(options.model_name_or_path), Path(options.output)
+    model_dir, output = Path(find_in_run(options.model_name_or_path, flag=MODEL_FLAG)), Path(options.output)
     if not model_dir.is_dir():
         raise ValueError(f"{MODEL_FLAG} {model_dir}: is not a directory; give a model's directory")
     if output.suffix != ".gguf":

@@ -35,11 +35,12 @@ from mini_trainer.options.doors import METHODS
 from mini_trainer.options.reading import open_tensors
 from mini_trainer.run.export import ExportParts, write_export
 from mini_trainer.run.export_check import carry_check
+from mini_trainer.use.inference.loading import find_in_run
 
 
 def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     """Writes the merged model; ValueError or OSError for user errors."""
-    output_dir, adapter = Path(options.output_dir), Path(options.adapter)
+    output_dir, adapter = Path(options.output_dir), Path(find_in_run(options.adapter, flag="--adapter"))
     if output_dir.exists():
         raise ValueError(f"--output-dir {output_dir}: already exists; choose a new one")
     check_place(output_dir.parent, named=f"--output-dir {output_dir}")

@@ -64,7 +64,7 @@ def score(options: ScoreDataOptions, world: World) -> None:
     if not options.skip_verification:
         call_on_each_node(world, lambda: verify_files(scorer.found, [*sets, *(read if options.teacher_data else ())]))
     for data, seen in zip(sets, read, strict=True):
-        score_set(data, seen, scorer, options, world)
+        score_set(data, seen, scorer)
 
 
 def verify_files(found: FoundModel, sets: Sequence[Mixture]) -> None:
@@ -74,11 +74,20 @@ def verify_files(found: FoundModel, sets: Sequence[Mixture]) -> None:
         verify_data(*data.sources, say_note)
 
 
-def score_set(data: Mixture, seen: Mixture, scorer: "Scorer", options: ScoreDataOptions, world: World) -> None:
+def score_set(data: Mixture, seen: Mixture, scorer: "Scorer") -> None:
     """Writes a teacher's scores of one data set, or continues them."""
+    (source,), options, world = data.sources, scorer.options, scorer.world
+    path, teacher = locate_scores(source.path, options.name), name_model(options.model_name_or_path)
     with ExitStack() as held:
-        call_on_rank0(world, lambda: hold_scores(locate_scores(data.sources[0].path, options.name), held))
-        writer = open_writer(data, seen, scorer, options)
+        call_on_rank0(world, lambda: hold_scores(path, held))
+        identity = ScoreIdentity(
+            data=digest_data(source),
+            teacher_data=None if seen is data else digest_data(seen.sources[0]),
+            top_k=options.top_k,
+            temperature=options.temperature,
+            **scorer.identity,
+        )
+        writer = ScoreWriter(source, path, identity, teacher=teacher)
         if writer.is_complete:
             announce(world, f"{writer.path}: there already, by the same teacher")
             return
@@ -185,19 +194,6 @@ def check_aligned(data: Mixture, seen: Mixture) -> None:
         own, other = (one.read(row)["labels"][1:] for one in (ours, theirs))  # nothing predicts the first token
         if not np.array_equal(own[own != IGNORED], other[other != IGNORED]):
             raise ValueError(f"{theirs.path}: row {row + 1}: trains other tokens than the row of {ours.path}")
-
-
-def open_writer(data: Mixture, seen: Mixture, scorer: Scorer, options: ScoreDataOptions) -> ScoreWriter:
-    (source,) = data.sources
-    identity = ScoreIdentity(
-        data=digest_data(source),
-        teacher_data=None if seen is data else digest_data(seen.sources[0]),
-        top_k=options.top_k,
-        temperature=options.temperature,
-        **scorer.identity,
-    )
-    path = locate_scores(source.path, options.name)
-    return ScoreWriter(source, path, identity, teacher=name_model(options.model_name_or_path))
 
 
 def write_scores(writer: ScoreWriter, scorer: Scorer, seen: Mixture) -> None:

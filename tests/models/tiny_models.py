@@ -43,7 +43,7 @@ from mini_trainer.model.check import check_model
 from mini_trainer.model.config import ModelSource, load_config
 from mini_trainer.model.method import Full, Method
 from mini_trainer.objectives.families.text import TextFamily
-from mini_trainer.objectives.next_tokens import CausalLM, sum_chunk_loss
+from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import OSFTOptions, TrainOptions, group_options
 from mini_trainer.osft import OSFT
@@ -207,5 +207,5 @@ def compile_by(backend: str | Callable, monkeypatch: pytest.MonkeyPatch, *, dyna
     monkeypatch.setattr(
         "mini_trainer.model.build.apply_compile", functools.partial(apply_compile, backend=backend, dynamic=dynamic)
     )
-    fused = Compiled(sum_chunk_loss, "the loss", backend=backend, dynamic=dynamic)
-    monkeypatch.setattr("mini_trainer.objectives.next_tokens.fuse_chunk_loss", lambda: fused)
+    fuse = functools.partial(Compiled, name="the loss", backend=backend, dynamic=dynamic)
+    monkeypatch.setattr("mini_trainer.objectives.next_tokens.fuse", functools.cache(fuse))

@@ -146,16 +146,14 @@ class LeafHolder:
             ]
         return self.hold_text(content, i, "content")
 
-    def hold_call(self, call: Any, i: int) -> Any:
-        if not isinstance(call, dict):
-            return call
+    def hold_call(self, call: dict[str, Any], i: int) -> dict[str, Any]:
         held = dict(call)
         for key, known in (("id", self.ids), ("name", self.names)):
             if is_text(call.get(key)):
                 held[key] = known[call[key]] = self.hold_text(call[key], i, key, self.num_calls)
         if "arguments" in call:
             held["arguments"] = self.hold_argument(call["arguments"], i)
-        if "function" in call:
+        if isinstance(call.get("function"), dict):
             held["function"] = self.hold_call(call["function"], i)
         else:
             self.num_calls += 1
@@ -226,28 +224,25 @@ def split_at_placeholders(text: str) -> tuple[list[int], list[str]]:
     return [int(a or b) for a, b in zip(parts[1::3], parts[2::3], strict=True)], parts[::3]
 
 
-def replace_arguments(call: Any, exchange: Callable[[Any], Any]) -> Any:
+def replace_arguments(call: dict[str, Any], exchange: Callable[[Any], Any]) -> dict[str, Any]:
     """The call with its arguments replaced by exchange(arguments) if they are a dictionary."""
-    if not isinstance(call, dict):
-        return call
     changed = dict(call)
     if isinstance(call.get("arguments"), dict):
         changed["arguments"] = exchange(call["arguments"])
-    if "function" in call:
+    if isinstance(call.get("function"), dict):
         changed["function"] = replace_arguments(call["function"], exchange)
     return changed
 
 
 def list_calls(message: Message) -> list[Any]:
-    calls = message.get("tool_calls")
-    return calls if isinstance(calls, list) else []
+    return message.get("tool_calls") or []
 
 
 def has_calls(message: Message) -> bool:
     return bool(list_calls(message))
 
 
-def mark_keys(call: Any, first: int) -> tuple[Any, list[str]]:
+def mark_keys(call: dict[str, Any], first: int) -> tuple[dict[str, Any], list[str]]:
     """The call with a placeholder before each key of its arguments, and the keys by number. Placeholders are numbered
     from `first` in the order of the keys, so that templates that sort keys do not reorder them."""
     keys: list[str] = []
@@ -266,13 +261,11 @@ def mark_keys(call: Any, first: int) -> tuple[Any, list[str]]:
     return replace_arguments(call, mark), keys
 
 
-def list_constants(call: Any) -> Iterator[tuple[Any, Any]]:
+def list_constants(call: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Each constant of the call's arguments, with the call in which only that one is changed."""
-    if not isinstance(call, dict):
-        return
     if isinstance(call.get("arguments"), dict):
         yield from ((found, call | {"arguments": changed}) for found, changed in change_each(call["arguments"]))
-    if "function" in call:
+    if isinstance(call.get("function"), dict):
         yield from ((found, call | {"function": changed}) for found, changed in list_constants(call["function"]))
 
 
@@ -371,13 +364,17 @@ def read_weight(message: Message, by_default: bool) -> float:
 
 
 @dataclass(frozen=True)
-class TrainedSpan:
-    """Trained tokens [start, end) of a row, with their role and loss weight."""
+class Passage:
+    """Trained characters [start, end) of a rendered row, with their role and loss weight."""
 
     start: int
     end: int
     role: str
     weight: float = 1.0
+
+
+class TrainedSpan(Passage):
+    """The same, of a row's tokens."""
 
     @property
     def num_targets(self) -> int:
@@ -448,16 +445,6 @@ class TokenizedChat:
     def shown(self) -> tuple[tuple[str, "TokenizedChat"], ...]:
         """The parts of a preview, each with its title."""
         return (("", self),)
-
-
-@dataclass(frozen=True)
-class Passage:
-    """Trained characters [start, end) of a rendered row, with their role and loss weight."""
-
-    start: int
-    end: int
-    role: str
-    weight: float = 1.0
 
 
 @dataclass(frozen=True)

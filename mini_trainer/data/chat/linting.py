@@ -56,10 +56,10 @@ class Linter:
         between = re.findall(f"(?<={question})(.*?){answer}|(?<={answer})(.*?){question}", text, re.DOTALL)
         return [line for pair in between for part in pair for line in part.splitlines()]
 
-    def lint(self, located: Located, texts: Collection[Any], chat: PreparedChat | None = None) -> Located:
-        """The row with remarks on what is doubtful in its `texts` (other values count for nothing) and in its messages.
-        ValueError if it is to be refused."""
-        texts = [*texts, chat.tools_text] if chat is not None and chat.tools else texts
+    def lint(self, located: Located, chat: PreparedChat | None = None) -> Located:
+        """The row with remarks on what is doubtful in its text, or in its chat's texts and messages. ValueError if it
+        is to be refused."""
+        texts = [located.text] if chat is None else [*chat.values, *([chat.tools_text] if chat.tools else [])]
         found = [*located.remarks, *self.find_markers(texts), *(() if chat is None else lint_chat(chat))]
         for remark in found:
             if remark.kind in self.refused:

@@ -155,18 +155,17 @@ def divide_turns(outline: Outline, order: list[int]) -> tuple[Outline, list[int]
         contents_at[j] = i
     messages: list[Message] = []
     original: list[int] = []
-    place, content_place = {}, {}
     for i, message in enumerate([*outline.messages, None]):
         if i in contents_at:
-            content_place[contents_at[i]] = len(messages)
             messages.append({"role": conversation.ASSISTANT, "content": outline.messages[contents_at[i]]["content"]})
             original.append(contents_at[i])
         if message is not None:
-            place[i] = len(messages)
             messages.append({key: message[key] for key in message if not (i in divided and key == "content")})
             original.append(i)
-    places = [content_place if one.kind == "content" and one.message in divided else place for one in outline.leaves]
-    leaves = [replace(leaf, message=own[leaf.message]) for leaf, own in zip(outline.leaves, places, strict=True)]
+    last = {i: place for place, i in enumerate(original)}  # of a divided message: its content
+    first = {i: original.index(i) for i in last}
+    places = [(last if leaf.kind == "content" else first)[leaf.message] for leaf in outline.leaves]
+    leaves = [replace(leaf, message=place) for leaf, place in zip(outline.leaves, places, strict=True)]
     return Outline(messages, leaves), original
 
 
@@ -205,8 +204,7 @@ class TurnFinder:
             spans = rendering.catch_error(skeletons.match_text, text, chat.outline, skeleton, render=render)
         if isinstance(spans, ValueError):
             spans = self.find_spans_alone(text, chat, render, spans)
-        if skeleton.named_by_id:
-            check_names(skeleton, chat.values, chat.outline)
+        check_names(skeleton, chat)
         return spans
 
     def find_spans_alone(self, text: str, chat: PreparedChat, render: Render, error: ValueError) -> list[Span]:
@@ -233,15 +231,12 @@ class TurnFinder:
                 skeleton = learner.learn_marked(chat.outline, rendered.marked or [], rendered.text, render=render)
             else:
                 skeleton = learner.learn(chat.outline, unmasked=chat.unmasked, render=render)
-            self.remember(key, skeleton)
+            if len(self.skeletons) >= MAX_NUM_SKELETONS or self.num_slots >= MAX_NUM_SLOTS:
+                self.skeletons.clear()
+                self.num_slots = 0
+            self.skeletons[key] = skeleton
+            self.num_slots += len(skeleton.slots)
         return self.skeletons[key]
-
-    def remember(self, key: tuple[Any, ...], skeleton: Skeleton) -> None:
-        if len(self.skeletons) >= MAX_NUM_SKELETONS or self.num_slots >= MAX_NUM_SLOTS:
-            self.skeletons.clear()
-            self.num_slots = 0
-        self.skeletons[key] = skeleton
-        self.num_slots += len(skeleton.slots)
 
     def check_tools_are_written(self, chat: PreparedChat, render: Render) -> None:
         """Refuses a template that leaves out the tools, which can depend on the roles, the first and the last one."""
@@ -262,8 +257,7 @@ class TurnFinder:
         """The turns of the passages that the template marks as generated, without the text of the generation prompt
         and without whitespace after the stop token."""
         skeleton = self.find_skeleton(chat, partial(self.renderer.render, tools=chat.tools), is_marked=True)
-        if skeleton.named_by_id:
-            check_names(skeleton, chat.values, chat.outline)
+        check_names(skeleton, chat)
         if (spans := skeleton.find_spans(text, chat.values)) is not None:
             return spans
         check_num_marked(marked, chat.messages)

@@ -229,16 +229,13 @@ class TemplateMasker:
         prepared = [catch_error(self.prepare, chat) for chat in chats]
         rendered = locator.renderer.render_each(prepared)
         located = [catch_error(locator.locate, *pair) for pair in zip(rendered, prepared, strict=True)]
-        located = [catch_error(self.lint, *pair) for pair in zip(located, prepared, strict=True)]
+        located = [catch_error(self.labeller.linter.lint, *pair) for pair in zip(located, prepared, strict=True)]
         if appends_stop:
             located = [catch_error(self.appender.append, *pair) for pair in zip(located, prepared, strict=True)]
         return self.labeller.label_each(located, prepared, divides=divides)
 
     def prepare(self, chat: Chat) -> PreparedChat:
         return conversation.prepare_chat(separate_reasoning(self.tokenizer, chat))
-
-    def lint(self, located: Located, chat: PreparedChat) -> Located:
-        return self.labeller.linter.lint(located, chat.values, chat)
 
     @cached_property
     def appender(self) -> StopAppender:

@@ -37,29 +37,17 @@ def normalize(messages: Sequence[Any]) -> tuple[list[tuple[int, Any]], tuple[str
     messages stay, to be refused with their reason. ValueError for messages of which it is not certain what they say."""
     found: list[tuple[int, Any]] = []
     changes: dict[str, None] = {}
-    is_piece = False  # whether the last one is of pieces, and so not the row's own object
-    for number, given in enumerate(messages, start=1):
-        if not isinstance(given, dict) or not isinstance(given.get("role"), str) or is_usual(given):
-            found.append((number, given))
-            is_piece = False
-            continue
-        where = f"message {number} ({given['role']})"
-        message, change = read_piece({key: given[key] for key in given if says_something(key, given[key])}, where)
-        if change is None:
-            found.append((number, message))
-            is_piece = False
-            continue
-        changes[change] = None
-        before = found[-1][1] if found else None
-        if continues(before, message, where):
-            if not is_piece:
-                before = {**before, "tool_calls": read_calls(before.get("tool_calls", []), where)}
-            before.setdefault("tool_calls", []).extend(message.pop("tool_calls", []))
-            found[-1] = found[-1][0], before
-            before.update(message)
-        else:
-            found.append((number, message))
-        is_piece = True
+    for number, message in enumerate(messages, start=1):
+        if isinstance(message, dict) and isinstance(message.get("role"), str) and not is_usual(message):
+            where = f"message {number} ({message['role']})"
+            kept = {key: message[key] for key in message if says_something(key, message[key])}
+            message, change = read_piece(kept, where)
+            changes |= {} if change is None else {change: None}
+            if change is not None and found and continues(found[-1][1], message, where):
+                first, before = found.pop()
+                calls = [*read_calls(before.get("tool_calls", []), where), *message.pop("tool_calls", [])]
+                number, message = first, {**before, "tool_calls": calls, **message}
+        found.append((number, message))
     for i, (number, message) in enumerate(found):
         if isinstance(message, dict) and message.get("role") == ASSISTANT:
             message, own = read_answer(message, f"message {number} ({ASSISTANT})")

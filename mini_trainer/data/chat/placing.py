@@ -7,10 +7,10 @@ changing them. A conversation with a text in another place, or without it, is re
 import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 from mini_trainer.data.chat import conversation
 from mini_trainer.data.chat.rendering import LIST_AS_IT_STANDS
@@ -74,14 +74,13 @@ def has_name(call: Any) -> bool:
     return isinstance(call, dict) and ("name" in call or has_name(call.get("function")))
 
 
-def check_names(skeleton: Skeleton, values: Sequence[Any], outline: conversation.Outline) -> None:
+def check_names(skeleton: Skeleton, chat: conversation.PreparedChat) -> None:
     """Refuses calls whose names are not in their ids if the template writes only the ids."""
-    for name, id in skeleton.named_by_id:
-        if values[name] not in values[id]:
+    for name, id in ((chat.outline.leaves[leaf] for leaf in leaves) for leaves in skeleton.named_by_id):
+        if name.value not in id.value:
             raise ValueError(
-                f"the chat template writes the id of a call of message {outline.leaves[name].message + 1}, which is"
-                f" {values[id]!r}, in place of its name {values[name]!r}: use ids that contain the name, such as"
-                f" 'functions.{values[name]}:0'"
+                f"the chat template writes the id of a call of message {name.message + 1}, which is {id.value!r}, in"
+                f" place of its name {name.value!r}: use ids that contain the name, such as 'functions.{name.value}:0'"
             )
 
 
@@ -121,18 +120,8 @@ def check_places(outline: conversation.Outline, skeleton: Skeleton) -> None:
 
 Call = tuple[int, int]  # index of its message, and its index in the message's calls
 Place = tuple[int, int]  # characters [start, end) of an outline's rendering
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """A part of a turn in an outline's rendering, and the template's text between its leaves."""
-
-    place: Place
-    literals: list[str]
-
-    def holds(self, places: Sequence[Place]) -> bool:
-        start, end = self.place
-        return all(start <= first and last <= end for first, last in places)
+T = TypeVar("T")
+Stretch = tuple[Place, list[str]]  # a part of a turn, and the template's text between its leaves
 
 
 @dataclass
@@ -150,18 +139,22 @@ class PlaceMemory:
             written = repr(outline.messages[call[0]]["tool_calls"][call[1]])
             # Its placeholders are replaced by words that do not depend on its place in the conversation.
             description = conversation.PLACEHOLDER.sub(lambda match: "text" if match[1] else "number", written)
-            forms[call] = {(description, *stretch.literals): stretch for stretch in stretches}
+            forms[call] = {(description, *literals): place for place, literals in stretches}
         if not (new := [call for call, by_form in forms.items() if self.known.isdisjoint(by_form)]):
             return
         places = ((turn.start, turn.end, turn.message) for turn in skeleton.turns)
         bounds = sorted((starts[i] + first, starts[j] + last, message) for (i, first), (j, last), message in places)
         prober = ArgumentProber(outline, render, text, bounds)
-        prober.check_keys(new)
+        prober.check_each(prober.find_problem_of_keys, new)
         prober.check_constants(new)
         if len(self.known) > MAX_NUM_REMEMBERED:
             self.known.clear()
         for call in new:
-            holding = [form for form, stretch in forms[call].items() if stretch.holds(prober.places[call])]
+            holding = [
+                form
+                for form, (start, end) in forms[call].items()
+                if all(start <= first and last <= end for first, last in prober.places[call])
+            ]
             self.known.update(holding[:1])
 
 
@@ -190,7 +183,7 @@ def cut_stretch(skeleton: Skeleton, turn: Turn, first: int, last: int, starts: l
     end = turn.end[1] if last == turn.end[0] else len(literals[-1])
     literals[-1] = literals[-1][:end]
     literals[0] = literals[0][start:]
-    return Stretch((starts[first] + start, starts[last] + end), literals)
+    return (starts[first] + start, starts[last] + end), literals
 
 
 @dataclass(frozen=True)
@@ -223,8 +216,14 @@ class ArgumentProber:
         except ValueError as error:
             return ValueError(f"a call of message {min(changed)[0] + 1} cannot be tried with other arguments: {error}")
 
-    def check_keys(self, calls: Sequence[Call]) -> None:
-        """Checks the keys of all calls at once, or, if that fails, call by call."""
+    def check_each(self, find_problem: Callable[[Sequence[T]], ValueError | None], parts: Sequence[T]) -> None:
+        """Checks all parts at once; if that fails, each alone."""
+        if find_problem(parts) is not None:
+            for part in parts:
+                if (problem := find_problem([part])) is not None:
+                    raise problem
+
+    def find_problem_of_keys(self, calls: Sequence[Call]) -> ValueError | None:
         marked, first = {}, len(self.outline.leaves)
         owners: list[tuple[Call, str]] = []
         for call in calls:
@@ -233,18 +232,9 @@ class ArgumentProber:
                 marked[call] = changed
                 owners += [(call, key) for key in keys]
         if not marked:
-            return
+            return None
         if first + len(owners) > conversation.MAX_NUM_LEAVES:
             raise ValueError(f"has too many texts and arguments, allowed: at most {conversation.MAX_NUM_LEAVES:,}")
-        if (problem := self.find_problem_of_keys(marked, first, owners)) is not None and len(marked) > 1:
-            for call in marked:
-                self.check_keys([call])
-        elif problem is not None:
-            raise problem
-
-    def find_problem_of_keys(
-        self, marked: dict[Call, Any], first: int, owners: list[tuple[Call, str]]
-    ) -> ValueError | None:
         rendered = self.render_with(marked)
         if isinstance(rendered, ValueError):
             return rendered
@@ -276,18 +266,14 @@ class ArgumentProber:
         return None
 
     def check_constants(self, calls: Sequence[Call]) -> None:
-        """Checks one constant of each message at a time; if that fails, each alone."""
+        """Checks one constant of each message at a time."""
         by_message = defaultdict(list)
         for call in calls:
             by_message[call[0]] += [(call, *constant) for constant in conversation.list_constants(self.get_call(call))]
         for round in zip_longest(*by_message.values()):
-            changes = [change for change in round if change is not None]
-            if changes and self.find_problem_of_constants(changes) is not None:
-                for change in changes:
-                    if (problem := self.find_problem_of_constants([change])) is not None:
-                        raise problem
+            self.check_each(self.find_problem_of_constants, [change for change in round if change is not None])
 
-    def find_problem_of_constants(self, changes: list[tuple[Call, Any, Any]]) -> ValueError | None:
+    def find_problem_of_constants(self, changes: Sequence[tuple[Call, Any, Any]]) -> ValueError | None:
         rendered = self.render_with({call: changed for call, _, changed in changes})
         if isinstance(rendered, ValueError):
             return rendered

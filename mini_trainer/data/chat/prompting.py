@@ -168,19 +168,14 @@ def can_begin_so(text: str, span: Span) -> bool:
     """Whether the turn begins with the template's text for answers without reasoning, and its content has none."""
     if (written := span.turn.beginning.written) is None or not text.startswith(written, span.opens):
         return False
-    after = span.opens + skip_empty_reasoning(written)
+    after = span.opens + NO_REASONING.match(written).end()
     return ANY_TAG.match(text, after + len(text[after:]) - len(text[after:].lstrip())) is None
-
-
-def skip_empty_reasoning(written: str) -> int:
-    found = NO_REASONING.match(written)
-    return found.end() if found else 0
 
 
 def begin_as_prompted(text: str, spans: list[Span], span: Span, closing: str) -> tuple[str, list[Span]]:
     """The row with the prompt's text before this turn, and all spans, the later ones moved."""
     beginning = span.turn.beginning
-    rest = span.opens + skip_empty_reasoning(beginning.written)
+    rest = span.opens + NO_REASONING.match(beginning.written).end()
     words = beginning.prompted + closing
     by = len(words) - (rest - span.opens)
     moved = [one if one.start < span.start else replace(one, start=one.start + by, end=one.end + by) for one in spans]
@@ -236,22 +231,20 @@ class TemplateChecker:
         (tokenized,) = self.mask([self.choose_probes()[1]])
         if isinstance(tokenized, ValueError):
             return None
-        stretches = split_by_training(tokenized.input_ids, tokenized.labels)
-        ends = [ids for ids, is_trained in reversed(stretches) if is_trained and self.ends_with_special_token(ids)]
-        return ends[0][-1] if ends else None
+        ends = [ids[-1] for ids in list_trained(tokenized) if self.ends_with_special_token(ids)]
+        return ends[-1] if ends else None
 
     def list_stop_tokens(self) -> set[int]:
         """The special tokens that end turns of the probes."""
         probes = [chat for chat in self.mask(self.choose_probes()) if not isinstance(chat, ValueError)]
-        stretches = [stretch for chat in probes for stretch in split_by_training(chat.input_ids, chat.labels)]
-        return {ids[-1] for ids, is_trained in stretches if is_trained and self.ends_with_special_token(ids)}
+        return {ids[-1] for chat in probes for ids in list_trained(chat) if self.ends_with_special_token(ids)}
 
     def find_problem(self, tokenized: TokenizedChat, chat: Chat) -> str | None:
         """The problem with a probe's token ids or labels. Notes properties of the template that are only unexpected."""
         is_divided = Remark(conversation.DIVIDED) in tokenized.remarks
         if tokenized.input_ids != self.encode(chat) and not is_divided:
             return "apply_chat_template returns other token ids"
-        trained = [ids for ids, is_trained in split_by_training(tokenized.input_ids, tokenized.labels) if is_trained]
+        trained = list_trained(tokenized)
         turns = [message for message in chat.messages if message["role"] == conversation.ASSISTANT]
         if len(trained) != len(turns):
             return f"{len(turns)} assistant turns, {len(trained)} stretches of trained tokens"
@@ -323,6 +316,11 @@ class TemplateChecker:
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def list_trained(chat: TokenizedChat) -> list[list[int]]:
+    """The chat's maximal stretches of trained tokens."""
+    return [ids for ids, is_trained in split_by_training(chat.input_ids, chat.labels) if is_trained]
 
 
 def squeeze(text: str) -> str:

@@ -17,7 +17,7 @@ OPENINGS = {opening: closing for opening, closing in TAGS}
 OPENING, CLOSING = (re.compile("|".join(map(re.escape, tags))) for tags in zip(*TAGS, strict=True))
 ANY_TAG = re.compile(f"{OPENING.pattern}|{CLOSING.pattern}")
 PROMPTED = re.compile(rf"(?:{OPENING.pattern})\s*(?:(?:{CLOSING.pattern})\s*)?\Z")  # at a prompt's end
-NO_REASONING = re.compile("|".join(rf"(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for a, b in TAGS))
+NO_REASONING = re.compile("|".join([*(rf"(?:{re.escape(a)})?\s*{re.escape(b)}\s*" for a, b in TAGS), ""]))  # or nothing
 THOUGHT = "xQ99997Qx"  # reasoning of a stand-in assistant turn
 
 

@@ -67,16 +67,9 @@ class ByteEncoding:
         self.text, self.ids, self.ends, self.start = text, ids, ends, start
         self.backend, self.add_special_tokens = backend, add_special_tokens
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     @cached_property
     def slow(self) -> Any:
         return self.backend.encode(self.text, add_special_tokens=self.add_special_tokens)
-
-    @property
-    def offsets(self) -> list[tuple[int, int]]:
-        return self.slow.offsets
 
     def find_start(self, at: int) -> int | None:
         """The token that begins at character `at`; None if that is within a token."""
@@ -133,9 +126,6 @@ class JoinedEncoding:
         self.parts = parts
         self.ids = list(chain.from_iterable(part.ids for part in parts))
         self.bounds = [0, *accumulate(len(part.ids) for part in parts)]
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
     def find_token(self, at: int) -> int:
         """The first token that begins at character `at` or later."""
@@ -247,7 +237,7 @@ def label_encoding(encoding: Any, located: Located, *, eos_token_id: int | None 
     word does. The ends of tokens are not used, because some tokenizers report empty ranges. With `eos_token_id`, the
     row ends with exactly one such token, trained with the last passage.
     """
-    input_ids, num_tokens = encoding.ids, len(encoding)
+    input_ids, num_tokens = encoding.ids, len(encoding.ids)
     if eos_token_id is not None:
         num_tokens -= input_ids[-1:] == [eos_token_id]
         input_ids = [*input_ids[:num_tokens], eos_token_id]
@@ -301,7 +291,7 @@ class TextMasker:
         else:
             text = check_unicode(row.prompt + row.completion)
             located = Located(text, [Passage(len(row.prompt), len(text), "completion")])
-        return self.linter.lint(located, [located.text])
+        return self.linter.lint(located)
 
     def encode_completions(self, rows: Sequence[Completion], located: Sequence[Located | ValueError]) -> list[Any]:
         usable = [found if isinstance(found, ValueError) else row for row, found in zip(rows, located, strict=True)]

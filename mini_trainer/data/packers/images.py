@@ -13,7 +13,7 @@ fast-math: the same table on every machine.
 import numpy as np
 from numba import njit
 
-from mini_trainer.data.packers.compiling import compile_kept
+from mini_trainer.data.packers.texts import compile_kept
 
 NUM_ROUNDS = 8  # rounds of exchanges between the bins of each step
 LEAST_GAIN = 2.0**-30  # minimum gain of an exchange, as a share of the load

@@ -16,12 +16,11 @@ or tokens, and never increase with position. Compiled code adds floats in a fixe
 has no product that a compiler could fuse with a sum: the result is the same on every machine.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-
-from mini_trainer.data.packers.compiling import compile_kept
 
 NUM_ROUNDS = 8  # rounds of exchanges between pairs of bins; later ones gain less than 0.02 %
 MAX_EXCHANGES = 4  # maximum number of exchanges of a pair of bins in one round
@@ -30,6 +29,15 @@ LEAST_GAP = 2.0**-30  # gaps below this share of a load are ignored; a power of 
 CLOSE_ENOUGH = 1 + 1e-5  # no further plan is tried below this multiple of the cost's lower bound
 
 compiled = njit(nogil=True)  # nogil: a prefetch thread runs it
+
+
+def compile_kept(function: Callable) -> Callable:
+    """Compiles a function that Python calls, and keeps it on the disk where there is a place (`options.places`), else
+    every process compiles, for seconds."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # numba finds no directory that it may write to
+        return njit(nogil=True)(function)
 
 
 # --- Filling bins -----------------------------------------------------------------------------------------

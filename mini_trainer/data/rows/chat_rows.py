@@ -65,10 +65,11 @@ def read_turn(turn: Any, number: int) -> Fields:
     return {"role": role, "content": value} | others
 
 
-def read_alpaca(row: Fields) -> conversation.Chat:
-    """Reads {"instruction": ..., "input": ..., "output": ...}: a non-empty input follows after a blank line."""
-    instruction, output = require_text(row, "instruction"), require_text(row, "output")
-    extra, history = row.get("input") or "", row.get("history") or []
+def read_alpaca(row: Fields, asked: str = "instruction", answered: str = "output") -> conversation.Chat:
+    """Reads {"instruction": ..., "input": ..., "output": ...}: a non-empty input follows after a blank line. `asked`,
+    `answered`: other names of instruction and output; one of them may be input."""
+    instruction, output = require_text(row, asked), require_text(row, answered)
+    extra, history = ("" if asked == "input" else row.get("input")) or "", row.get("history") or []
     if not isinstance(extra, str):
         raise ValueError(f"'input' is {quote(extra)}, expected text")
     is_pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)

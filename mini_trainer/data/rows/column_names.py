@@ -160,9 +160,13 @@ def show_name(name: str) -> str:
     return name if name.strip() and name.isprintable() else repr(name)
 
 
+def quote_name(name: str) -> str:
+    """A column's name as an argument of a shell command."""
+    return shlex.quote(name) if name.isprintable() else f"${name!r}"
+
+
 def quote_names(names: Iterable[str]) -> str:
-    """Column names as arguments of a shell command."""
-    return " ".join(shlex.quote(name) if name.isprintable() else f"${name!r}" for name in names)
+    return " ".join(map(quote_name, names))
 
 
 def count_column(tally: Counter[str], name: str, count: int = 1) -> None:

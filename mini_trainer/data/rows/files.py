@@ -33,6 +33,7 @@ from mini_trainer.options.urls import is_url
 
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+WORKBOOKS = (".xlsx", ".xls", ".ods")
 ENDINGS_IN_WORDS = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, and may be compressed ({', '.join(COMPRESSIONS)})"
 NUM_SKIPPED_SHOWN = 10  # files of a folder that a note names
 CHUNK_ROWS = 1000  # most rows of a chunk, and of an Arrow record batch of the output
@@ -134,9 +135,11 @@ def find_sources(inputs: Sequence[str], *, flag: str = "--input-file") -> list[S
         elif path.is_dir():
             sources += find_in_directory(path, flag=flag)
         elif not path.is_file():
-            raise ValueError(f"{flag} {path}: no such file")
+            asking = "; to ask the model something: mini-trainer chat MODEL" if flag == "--prompts" else ""
+            raise ValueError(f"{flag} {path}: no such file{asking}")
         elif data_ending(path) not in ENDINGS:
-            raise ValueError(f"{flag} {path}: must end in {ENDINGS_IN_WORDS}")
+            saved = "; save its sheet as CSV UTF-8, and give that" if data_ending(path) in WORKBOOKS else ""
+            raise ValueError(f"{flag} {path}: must end in {ENDINGS_IN_WORDS}{saved}")
         else:
             sources.append(Source(path, path.name, path.stat().st_size))
     seen: set[Path | str] = set()

@@ -8,14 +8,15 @@
 | completion | prompt, and completion or generation          | text whose completion is trained                 |
 |            | the same, lists of messages; system, tools    | chat whose completion is trained                 |
 | document   | document or text                              | text that is all trained                         |
+| pairs      | question and answer, and other names (PAIRS)  | chat, as of alpaca                               |
 """
 
 import contextlib
 import difflib
-import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from mini_trainer.data.chat.conversation import IMAGE_PART, Chat, Completion, Document, Example, list_parts
 from mini_trainer.data.rows import chat_rows, column_names
@@ -91,12 +92,12 @@ def read_fields(
     given = paths.given
     own = {"messages": ("messages", "conversations"), "text": ("text", "document")}
     replaced = {name for key in given for name in own.get(key, (paths.rename(key),))}
-    own_columns = list_formats()[data_format].columns if data_format in TEXT_FORMATS else ()
+    own_columns = list_formats()[data_format].columns if data_format in list_formats() else ()
     read = {*own_columns, *also_read} - replaced
     why = f"The {data_format} format does not read such columns" if data_format else "No format reads such columns"
     # Chats often repeat their first question in a column; an answer chosen by a path may lack its question. A prompt's
     # columns are no reason to refuse rows that have nothing else to train.
-    without = {column_names.PROMPTING: data_format is None, column_names.ASKING: not given}
+    without = {column_names.PROMPTING: data_format is None, column_names.ASKING: not given and data_format not in PAIRS}
     meanings = [meaning for meaning in column_names.MEANINGS if not without.get(meaning, False)]
     column_names.check_columns(
         row, read=read, paths=given.values(), ignored=paths.ignored, why=why, meanings=meanings, tally=tally
@@ -156,30 +157,32 @@ def rename_fields(row: Fields, paths: FieldPaths, also_read: tuple[str, ...] = (
     return {name: row[name] for name in (*beside, *also_read) if name in row} | found
 
 
-@functools.cache  # every row asks
+@cache  # every row asks
 def list_formats() -> dict[str, "TextFormat"]:
     """The formats that are detected, in the order in which they are tried."""
-    return dict(TEXT_FORMATS)
+    return {**TEXT_FORMATS, **PAIRS}
 
 
 def find_format(fields: Fields) -> str | None:
-    """The first format whose keys a row has; null counts as missing, because tables cannot leave keys out."""
+    """The first format whose keys a row has, but no pair if it has two; null counts as missing, because tables cannot
+    leave keys out."""
     has = {key for key, value in fields.items() if value is not None}
-    for name, known in list_formats().items():
-        if all(has & set(choices) for choices in known.keys):
-            return name
-    return None
+    found = [name for name, known in list_formats().items() if all(has & set(choices) for choices in known.keys)]
+    return None if not found or (found[0] in PAIRS and len(found) > 1) else found[0]
 
 
 def read_example(row: Fields, data_format: str | None, *, is_given: bool, takes_images: bool = False) -> Example:
     """The row's example. Raises ValueError for a row of a format other than the file's, or with invalid values."""
     found = find_format(row)
     if data_format is None or (found is None and not is_given):
-        expected = "; ".join(f"{key}: {' and '.join(map(' or '.join, one.keys))}" for key, one in TEXT_FORMATS.items())
+        expected = "; ".join(" and ".join(map(" or ".join, known.keys)) for known in list_formats().values())
         wanted = f"not a {data_format} row" if data_format else "unrecognised format"
+        texts = [key for key, value in row.items() if isinstance(value, str)]
+        asked, answered = map(column_names.quote_name, texts[:2] if len(texts) > 1 else ("QUESTION", "ANSWER"))
         raise ValueError(
-            f"{wanted}: its keys are {quote(sorted(row))}, expected {expected}; other names: --columns messages=NAME,"
-            " or for a chat of a question and an answer --format alpaca --columns prompt=question completion=answer"
+            f"{wanted}: its keys are {quote(sorted(row))}; for a chat of a question and an answer pass --format alpaca"
+            f" --columns prompt={asked} completion={answered}, for messages --columns messages=NAME; expected"
+            f" {expected}"
         )
     if found != data_format and not is_given:
         raise ValueError(f"format differs from the file's: {found}, but the first row is {data_format}")
@@ -247,6 +250,15 @@ ALPACA = TextFormat(
 )
 COMPLETION = TextFormat(read_completion, (("prompt",), ("completion", "generation")), OF_COMPLETIONS)
 DOCUMENT = TextFormat(read_document, (("document", "text"),), ("document", "text"))
+NAMES = (("question", "answer"), ("prompt", "response"), ("instruction", "response"), ("input", "output"))
+PAIRS = {
+    f"{asked} and {answered}": TextFormat(
+        partial(chat_rows.read_alpaca, asked=asked, answered=answered),
+        ((asked,), (answered,)),
+        (asked, answered, *(("input",) if asked == "instruction" else ()), *OF_CHATS),
+    )
+    for asked, answered in NAMES
+}  # chats of a question and an answer
 
 # Columns that a format reads in addition to those set by a path.
 BESIDE = {

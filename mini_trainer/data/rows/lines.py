@@ -9,14 +9,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, BinaryIO, Literal
 
 from mini_trainer.data.stores import json_lines
 from mini_trainer.data.stores.json_lines import BadRow, Line, TooLong
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
+ALL_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
 class CellReader:
@@ -53,8 +53,9 @@ def split_table(lines: Iterable[Line], ending: str) -> Iterator[Line]:
     """Yields the rows after the header as cells by column, without empty cells. Raises OSError if the header, or the
     text after a quote, cannot be read."""
     csv.field_size_limit(json_lines.MAX_ROW_BYTES)
-    cells = CellReader(lines)
-    rows = csv.reader(cells, delimiter=DELIMITERS[ending], strict=True)
+    header = list(islice(lines := iter(lines), 1))
+    cells = CellReader(chain(header, lines))
+    rows = csv.reader(cells, delimiter=find_delimiter(header, ending), strict=True)
     columns = None
     while True:
         cells.start_row()
@@ -72,11 +73,20 @@ def split_table(lines: Iterable[Line], ending: str) -> Iterator[Line]:
             yield cells.first_line, BadRow(cells.beginning, reason)
             continue
         if columns is None:
-            columns = check_header(row, cells, ending) if row else None
+            columns = check_header(row, cells) if row else None
         elif not row:
             yield cells.first_line, b""
         else:
             yield cells.first_line, make_row(row, columns, cells)
+
+
+def find_delimiter(header: list[Line], ending: str) -> str:
+    """The ending's delimiter; where the header has none of them outside of quotes, the only other one that it has."""
+    unquoted = b"".join(re.sub(rb'"[^"]*"', b"", line) for _, line in header if isinstance(line, bytes)).decode(
+        "latin-1"
+    )
+    found = [one for one in ALL_DELIMITERS if one in unquoted]
+    return found[0] if len(found) == 1 else DELIMITERS[ending]
 
 
 def make_row(row: list[str], columns: list[str], cells: CellReader) -> dict[str, str] | BadRow | TooLong:
@@ -101,7 +111,7 @@ def make_row(row: list[str], columns: list[str], cells: CellReader) -> dict[str,
     return {name: cell for name, cell in zip(columns, row, strict=True) if cell}
 
 
-def check_header(row: list[str], cells: CellReader, ending: str) -> list[str]:
+def check_header(row: list[str], cells: CellReader) -> list[str]:
     """The names of the columns. Raises OSError for an invalid header."""
     columns = [name.strip() for name in row]
     text = "".join(columns)
@@ -109,13 +119,8 @@ def check_header(row: list[str], cells: CellReader, ending: str) -> list[str]:
         raise OSError("its first line names no columns; a table must be UTF-8 text (not UTF-16)")
     if twice := [name for name in columns if name and columns.count(name) > 1]:
         raise OSError(f"its first line names the column {twice[0]!r} twice")
-    if len(columns) == 1:
-        for character, word in OTHER_DELIMITERS.items():
-            if character in text:
-                raise OSError(
-                    f"its first line is one column, {text!r}, with {word} in it; columns of {ending} are separated by"
-                    f" {OTHER_DELIMITERS[DELIMITERS[ending]]}"
-                )
+    if len(columns) == 1 and (found := [words for one, words in ALL_DELIMITERS.items() if one in text]):
+        raise OSError(f"its first line is one column, {text!r}: are its columns separated by {' or '.join(found)}?")
     return columns
 
 

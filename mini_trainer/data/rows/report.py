@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from operator import itemgetter
 
 import numpy as np
 
@@ -66,6 +67,7 @@ class Totals:
     remarks: Counter[Remark] = field(default_factory=Counter)  # kept rows by the remarks on their answers
     places: dict[Remark, str] = field(default_factory=dict)  # of the first row with a remark
     labels: Counter[str] = field(default_factory=Counter)  # samples, or words, by their labels
+    longest: tuple[int, str] = (0, "")  # the first of the longest samples: its tokens, and its place
     num_loss_counted_tokens: int = 0
     max_token_id: int = -1
     has_weights: bool = False  # whether some sample has loss weights
@@ -91,7 +93,8 @@ class Totals:
         return {f"{key} of {role}" if role else "others": num_rows for key, role, num_rows in found}
 
     def add_sample(self, sample: TokenizedSample, lot: float) -> None:
-        self.lengths[len(sample.tokens.input_ids)] += 1
+        self.lengths[length := len(sample.tokens.input_ids)] += 1
+        self.longest = max(self.longest, (length, sample.place), key=itemgetter(0))
         self.num_loss_counted_tokens += sample.tokens.num_loss_counted_tokens
         self.max_token_id = max(self.max_token_id, max(sample.tokens.input_ids))
         self.has_weights |= sample.tokens.is_weighted
@@ -122,6 +125,7 @@ class Totals:
     def add(self, other: "Totals") -> None:
         self.rows.update(other.rows)
         self.lengths.update(other.lengths)
+        self.longest = max(self.longest, other.longest, key=itemgetter(0))
         self.trained_by_role.update(other.trained_by_role)
         for name, count in other.columns.items():
             count_column(self.columns, name, count)
@@ -280,9 +284,10 @@ def check_rejected(totals: Totals, reasons: list[tuple[str, str]], *, skip_inval
     """Refuses invalid rows, listing the first, unless they are to be skipped."""
     if reasons and not skip_invalid:
         more = ", the first of them" if totals.rows["invalid"] > len(reasons) else ""
+        skipping = ", or pass --skip-invalid to skip them" if totals.rows["invalid"] < totals.rows["in"] else ""
         raise ValueError(
             f"{totals.rows['invalid']:,} of {totals.rows['in']:,} rows cannot be used{more}:{list_below(reasons)}\n"
-            "fix them, or pass --skip-invalid to skip them"
+            f"fix them{skipping}"
         )
 
 
@@ -306,6 +311,7 @@ def check_kept(
     if totals.rows["kept"] == 0:
         dropped = ", ".join(f"{totals.rows[key]:,} {label}" for key, label in DROPPED.items() if totals.rows[key])
         hint = f"; raise --max-sample-num-tokens {max_sample_num_tokens}" if totals.rows["too_long"] else ""
+        hint += "; a chat needs an answer of the assistant" if totals.rows["nothing_trained"] else ""
         raise ValueError(
             f"{describe_sources(sources)}: no row is left of {totals.rows['in']:,}: {dropped}{hint}"
             f"{list_below(reasons)}"

@@ -172,7 +172,7 @@ def is_foreign(manifest: Path) -> bool:
         return False
 
 
-def verify_model(directory: Path, weights: Collection[str], tell: Tell = log.info) -> None:
+def verify_model(directory: Path, weights: Collection[str], tell: Tell = log.debug) -> None:
     """Checks a model's or adapter's files against its manifest; reports if there is none. ValueError if any of the
     `weights`, names of files, differs or is not listed. A warning names other files that were edited."""
     if (found := list_recorded(directory)) is None:
@@ -192,7 +192,7 @@ def verify_file(path: Path) -> None:
     """Checks a single file of an export against its manifest; the log says if none lists it."""
     recorded, manifest = list_recorded(path.parent) or ({}, None)
     if path.name not in recorded:
-        log.info(f"{path}: no {MANIFEST} lists it: it is used unverified")
+        log.debug(f"{path}: no {MANIFEST} lists it: it is used unverified")
         return
     check_recorded(path, recorded[path.name], record=str(manifest))
 

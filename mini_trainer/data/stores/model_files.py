@@ -137,7 +137,7 @@ def find_weights(model_name_or_path: str, model_dir: str) -> None:
     check_weights(path)
 
 
-def verify_weights(model_dir: str, tell: Tell = log.info) -> None:
+def verify_weights(model_dir: str, tell: Tell = log.debug) -> None:
     """Checks a model's files against the hashes of its export (`verify_model`)."""
     path = Path(model_dir)
     names = list_weights(path)

@@ -183,9 +183,6 @@ class FeistelPermutation:
         # The stream of a SeedSequence is the same in all versions of numpy.
         self.keys = np.random.SeedSequence(seed).generate_state(2 * NUM_ROUNDS).reshape(NUM_ROUNDS, 2)
 
-    def __len__(self) -> int:
-        return self.size
-
     def __getitem__(self, places: slice) -> np.ndarray:  # (count,) int64
         found = self._encrypt(np.arange(*places.indices(self.size), dtype=np.uint32))
         beyond = np.flatnonzero(found >= self.size)

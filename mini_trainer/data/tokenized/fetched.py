@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from mini_trainer.data.stores import disk
-from mini_trainer.data.stores.disk import hash_json, sync_file, written_aside
+from mini_trainer.data.stores.disk import check_room, hash_json, locked, sync_file, written_aside
 from mini_trainer.data.stores.made import MADE, is_as_made, record_made
 from mini_trainer.data.stores.remote import (
     FETCHED_BYTES,
@@ -139,10 +138,10 @@ def fetch_set(found: RemoteSet, cache_dir: str) -> None:
     data = found.place_in(cache_dir)
     folder = data.parent
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with disk.locked(folder.with_name(f".{folder.name}.lock")):
+    with locked(folder.with_name(f".{folder.name}.lock")):
         if is_as_made(folder / MADE, found.key):
             return log.info(f"data: {found.url} is already here, {data}")
-        disk.check_room(folder.parent, found.num_bytes, f"{found.url} in --data-cache-dir {folder.parent}")
+        check_room(folder.parent, found.num_bytes, f"{found.url} in --data-cache-dir {folder.parent}")
         log.info(f"data: copying {found.url} ({found.num_bytes:,} bytes) to {data}")
         with written_aside(folder) as (aside,):
             aside.mkdir()

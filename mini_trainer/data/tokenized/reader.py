@@ -172,10 +172,10 @@ class TokenizedData:
         fitting = [rows[self.lengths[rows] <= most] for rows in iterate_chunks(RowRange(0, num_rows))]
         num_overlong = num_rows - sum(map(len, fitting))
         if not drop_overlong:
-            row = int(np.argmax(self.lengths))
+            where = (self.sidecar or {}).get("longest") or f"row {int(np.argmax(self.lengths)) + 1}"
             raise ValueError(
                 f"{self.path}: {num_overlong:,} of {num_rows:,} samples are longer than --max-tokens-per-gpu"
-                f" {cap}; the longest, row {row + 1}, has {longest} tokens. Raise"
+                f" {cap}; the longest, {where}, has {longest:,} tokens. Raise"
                 " --max-tokens-per-gpu to at least that, or drop these samples with --drop-overlong"
             )
         if num_overlong == num_rows:
@@ -316,7 +316,7 @@ def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
     return sidecar
 
 
-def verify_data(data: TokenizedData, tell: Tell = log.info) -> None:
+def verify_data(data: TokenizedData, tell: Tell = log.debug) -> None:
     """Checks the data set's file against the hash in its sidecar; reports if there is none."""
     recorded = find_recorded_file(data.sidecar)
     if not recorded:

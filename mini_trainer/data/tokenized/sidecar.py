@@ -62,6 +62,7 @@ def describe_data_set(
         "num_loss_counted_tokens": totals.num_loss_counted_tokens,
         "num_trained_by_role": dict(sorted(totals.trained_by_role.items())),
         "max_len": max(totals.lengths),
+        "longest": totals.longest[1],
         "rows": {key: totals.rows[key] for key in row_keys},
         "sources": [{"file": one.name, "format": one.format, "sha256": one.sha256} | find_mark(one) for one in sources],
         "has_loss_weights": totals.has_weights,

@@ -227,7 +227,7 @@ def hash_adapter(directory: Path) -> dict[str, str]:
     return {name: hash_file(directory / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
 
 
-def verify_adapter(directory: Path, tell: Tell = log.info) -> None:
+def verify_adapter(directory: Path, tell: Tell = log.debug) -> None:
     """Checks an adapter's files against the hashes of its export (`verify_model`)."""
     verify_model(directory, [ADAPTER_WEIGHTS], tell)
 

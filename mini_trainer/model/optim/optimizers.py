@@ -68,7 +68,7 @@ def learning_rate_at(step: int, options: OptimizationOptions, *, num_steps: int 
     ratio is 0. After warm-up, schedules have the shapes of transformers.optimization; inverse_sqrt's time scale is the
     warm-up, or `INVERSE_SQRT_STEPS`.
     """
-    scheduler, peak, given = options.lr_scheduler, options.learning_rate, options.num_warmup_steps
+    scheduler, peak, given = options.lr_scheduler, options.peak_rate, options.num_warmup_steps
     # A share is rounded up, as in transformers.
     num_warmup_steps = math.ceil(given * num_steps) if 0 < given < 1 else int(given)
     if step < num_warmup_steps and scheduler != "constant":
@@ -117,7 +117,7 @@ class Rates:
 def choose_rates(model: nn.Module, options: OptimizationOptions) -> dict[str, Rates]:
     """The rates of each trained parameter, by name.
     ValueError if a pattern of --learning-rate-for matches no parameter."""
-    peak = options.learning_rate
+    peak = options.peak_rate
     patterns = {pattern: values for pattern, *values in map(parse_rate, options.learning_rate_for)}
     names = {name: name_of_file(name) for name, param in model.named_parameters() if param.requires_grad}
     decayed, rates, unused = find_decayed(model), {}, dict(patterns)
@@ -202,7 +202,7 @@ class AdamW8bit(AdamW):
 
 def choose_settings(options: OptimizationOptions) -> dict[str, Any]:
     """AdamW's arguments."""
-    return dict(lr=options.learning_rate, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps)
+    return dict(lr=options.peak_rate, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps)
 
 
 def open_optimizer(options: OptimizationOptions) -> AdamW:

@@ -62,13 +62,28 @@ class Targets:
         first = 0 if row.row_group is None else row.row_group.rank * row.input_ids.shape[1]
         return torch.searchsorted(row.cu_seqlens[1:].long(), self.index + first, right=True)
 
+    def list_places(self, row: Row) -> Tensor:  # (N, 2)
+        """The sequence of each target, a token, and its position there."""
+        return torch.stack([self.find_sequences(row), row.position_ids[0, self.index]], dim=1)
+
     def find_sources(self) -> Tensor:  # (N,) int64
         """The data set of each target."""
         return torch.zeros_like(self.index) if self.sources is None else self.sources
 
-    def with_sample_sources(self, sources: np.ndarray) -> "Targets":
-        """The targets, possibly with each sample's data set (samples,)."""
-        return self
+    def with_sources(self, sources: np.ndarray, sample_of: np.ndarray) -> "Targets":
+        """The targets with their data sets, from the samples' (samples,) and each target's sample (N,)."""
+        return replace(self, sources=torch.from_numpy(sources[sample_of]))
+
+    def sum_by_source(self, values: Tensor) -> Tensor:  # (N, m) -> (num_sources, m)
+        sums = values.new_zeros(self.num_sources, values.shape[1])
+        return sums.index_add_(0, self.find_sources(), values)
+
+    def report_sources(self, losses: Tensor, divisors: Tensor) -> dict[str, Tensor]:  # (N,) each
+        """Reports of each data set's summed loss and divisor, if there are several."""
+        if self.num_sources == 1:
+            return {}
+        sums = self.sum_by_source(torch.stack([losses.detach(), divisors], dim=1))
+        return {"source_losses": sums[:, 0], "source_divisors": sums[:, 1]}
 
     def take_part(self, part: slice) -> "Targets":
         """The targets of the row's tokens in `part` (--context-parallel)."""

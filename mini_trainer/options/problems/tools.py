@@ -139,6 +139,8 @@ def find_board_problems(o: tools.BoardOptions) -> Iterator[str]:
 def find_generate_problems(o: tools.GenerateOptions) -> Iterator[str]:
     yield from find_engine_problems(o.engines)
     yield from find_sampling_problems(o.sampling)
+    if o.prompts and o.browser:
+        yield "--prompts and --browser: answer prompts, or chat; give only one"
     if o.prompts and o.output is None:
         yield "--prompts needs --output, the file to write the answers to"
     if o.output is not None and not o.prompts:
@@ -190,8 +192,8 @@ def find_sampling_problems(o: tools.SamplingOptions) -> Iterator[str]:
 def find_evaluate_problems(o: tools.EvaluateOptions) -> Iterator[str]:
     yield from find_engine_problems(o.engines)
     yield from find_sampling_problems(o.sampling)
-    if not o.model and o.run is None:
-        yield "no model is given: give models with --model, or a run with --run"
+    if not o.model:
+        yield "no model is given: name one or more models or runs first"
     if not (o.data or o.task or o.lm_eval):
         yield "nothing to evaluate on: give --data, --task or --lm-eval"
     if len(set(o.model)) < len(o.model):

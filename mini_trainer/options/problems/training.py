@@ -108,7 +108,7 @@ def find_ending_problems(options: TrainOptions) -> Iterator[str]:
             f"--continue-from and --resume {resume} both name a checkpoint to start from: --resume continues the same"
             " run, --continue-from starts a new one: give only one of them"
         )
-    if not exports.on_the_way and not options.end.is_given:
+    if not exports.on_the_way and not options.end.is_given and not options.chooses_end:
         yield (
             "the run has no end, so the trained model would never be written: add --max-epochs, --max-steps,"
             " --max-samples or --max-tokens; or, for a run that is stopped by hand, --min-samples-per-checkpoint or"
@@ -139,7 +139,7 @@ def find_optimization_problems(options: TrainOptions) -> Iterator[str]:
         "--weight-average tail ends with the run": o.weight_average == "tail",
     }
     for what, is_asked in need_end.items():
-        if is_asked and not options.end.is_given:
+        if is_asked and not options.end.is_given and not options.chooses_end:
             yield f"{what}, but no end is given: add --max-steps, --max-epochs, --max-samples or --max-tokens"
     yield from find_schedule_problems(options)
     counts = {"cosine_with_restarts": "cycles", "wsd": "steps of the final decay"}

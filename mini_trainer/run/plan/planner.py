@@ -97,6 +97,7 @@ def plan_run(options: TrainOptions) -> ExitCode:
         options = settled or replace_options(fill_unset(options, target.device.type), kernels="eager")
         step_options = choose_step_options(options)
         run = look_at_run(options, target, findings)
+        options = run.inputs.options
         describe_run(target, run, options.optimization, findings)
         settled, packing, is_simulated = memory.plan_memory(step_options, target, run, findings)
         plan_disk(options.checkpoints, options.exports, options.validation, options.optimization, run, findings)
@@ -175,6 +176,7 @@ def look_at_run(options: TrainOptions, target: Target, findings: Findings) -> Pl
     if origin_path is not None:
         origin = findings.problems.attempt(lambda: read_origin(Path(origin_path), output_dir))
     inputs = open_inputs(options, device=target.device, world_size=target.ranks.world_size, start=start, origin=origin)
+    options = inputs.options
     findings.problems += inputs.errors
     findings.warnings += inputs.warnings
     models = inputs.list_models()
@@ -227,7 +229,7 @@ def describe_run(target: Target, run: PlannedRun, optimization: OptimizationOpti
         done = f", {run.start.step:,} of them done" if run.start.step else ""
         findings.lines.append(
             f"data: {len(data.kept):,} samples, {data.num_tokens:,} tokens, the longest"
-            f" {data.longest:,}\nrun: {steps} of {run.inputs.batching}{done}"
+            f" {data.longest:,}{run.inputs.chosen}\nrun: {steps} of {run.inputs.batching}{done}"
         )
         findings.lines += describe_schedule(run.inputs, optimization, start=run.start)
 

@@ -1,12 +1,9 @@
-"""Models to measure, by name or as exports of a run, and their labels."""
+"""Models to measure, and their labels."""
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mini_trainer.data.stores.disk import ASIDE, is_link_beside
-from mini_trainer.model.methods.adapter_files import ADAPTER_CONFIG
 from mini_trainer.run.file_names import EXPORTS_DIR
 
 
@@ -18,29 +15,9 @@ class Named:
     name: str  # name or path for engines
 
 
-def list_models(names: tuple[str, ...], run: str | None) -> list[Named]:
-    """The models of --model, then the exports of --run in the order of their training."""
-    found = list(dict.fromkeys([*names, *([] if run is None else map(str, find_exports(Path(run))))]))
+def list_models(names: tuple[str, ...]) -> list[Named]:
+    found = list(dict.fromkeys(names))
     return [Named(label, name) for label, name in zip(make_labels(found), found, strict=True)]
-
-
-def find_exports(run: Path) -> list[Path]:
-    """The run's exports, by number of trained samples; the best one last."""
-    folder = run / EXPORTS_DIR
-    if not folder.is_dir():
-        found = f"has no {EXPORTS_DIR}" if run.is_dir() else "there is no such directory"
-        raise ValueError(f"--run {run}: {found}: name the --output-dir of a run that has exported its model")
-    exports = [
-        path
-        for path in folder.iterdir()
-        if not path.name.startswith(ASIDE)
-        and not is_link_beside(path)
-        and any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    ]
-    if not exports:
-        raise ValueError(f"--run {run}: {folder} holds no export")
-    numbers = {path: re.search(r"\d+", path.name) for path in exports}
-    return sorted(exports, key=lambda path: (float(found[0]) if (found := numbers[path]) else math.inf, path.name))
 
 
 def make_labels(names: list[str]) -> list[str]:

@@ -3,10 +3,9 @@
 N targets in n samples, C classes (or values), K numbers per target.
 """
 
-import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,24 @@ class Kept:
     """One kind of scores."""
 
     file: str  # after the set's name in that of a file
-    describe: Callable[[DataScores, Any], list[dict[str, Any]]]  # the lines of a file, by an objective
-    read: Callable[[Path], np.ndarray]  # a file's lines as rows
     collect: Collect  # of all models
+    sums: Mapping[str, str] | None = None  # of a line: its keys, and the objective's sums under them; None: predictions
 
     def write(self, path: Path, found: DataScores, objective: Objective, made_by: dict[str, Any]) -> None:
-        write_made(path, "".join(json.dumps(line) + "\n" for line in self.describe(found, objective)), made_by)
+        lines = describe_predictions(found, objective) if self.sums is None else self.describe_sums(found, objective)
+        write_made(path, "".join(json.dumps(line) + "\n" for line in lines), made_by)
 
+    def describe_sums(self, found: DataScores, objective: Objective) -> list[dict[str, float]]:
+        columns = [COLUMNS[objective.name].index(column) for column in self.sums.values()]
+        rows = found.sums[:, columns].tolist()
+        return [{"index": i} | dict(zip(self.sums, row, strict=True)) for i, row in enumerate(rows)]
 
-def read_columns(path: Path, names: Iterable[str]) -> np.ndarray:  # (n, names)
-    return np.array([[line[name] for name in names] for line in read_lines(path, dict.fromkeys(names, int | float))])
+    def read(self, path: Path) -> np.ndarray:  # (n, sums), or (N, 2 + K + C) predictions
+        """A file's lines as rows."""
+        if self.sums is None:
+            return read_predictions(path)
+        lines = read_lines(path, dict.fromkeys(self.sums, int | float))
+        return np.array([[line[name] for name in self.sums] for line in lines])
 
 
 # Keys of a sample and of a pair in files, and the columns of an objective's sums, which a pair's weight has multiplied.
@@ -50,18 +57,6 @@ LOSS_SUMS = {name: name for name in ("loss_sum", "num_right", "num_targets")}
 PAIR_SUMS = {"accuracy": "rewards/accuracies", "chosen": "rewards/chosen", "rejected": "rewards/rejected",
              "loss": "loss", "weight": "pairs"}  # fmt: skip
 COLUMNS = {CAUSAL_LM: tuple(LOSS_SUMS), PREFERENCE: preferences.SUMS, rewards.REWARD: rewards.SUMS}
-
-
-def describe_sums(found: DataScores, objective: Objective, *, names: dict[str, str]) -> list[dict[str, float]]:
-    """The lines of a file."""
-    columns = [COLUMNS[objective.name].index(column) for column in names.values()]
-    rows = found.sums[:, columns].tolist()
-    return [{"index": i} | dict(zip(names, row, strict=True)) for i, row in enumerate(rows)]
-
-
-def keep_sums(file: str, names: dict[str, str], collect: Collect) -> Kept:
-    describe, read = (functools.partial(function, names=names) for function in (describe_sums, read_columns))
-    return Kept(file, describe, read, collect)
 
 
 # Losses of language models, by sample.
@@ -81,7 +76,7 @@ def collect_losses(name: str, objective: Objective, tables: Tables, show: Show) 
     return Measured(name, "losses", shown, list_scores(scores), scores, extras)
 
 
-LOSSES = keep_sums("losses.jsonl", LOSS_SUMS, collect_losses)
+LOSSES = Kept("losses.jsonl", collect_losses, LOSS_SUMS)
 
 
 # Pairs of a chosen and a rejected answer: how often a model prefers the chosen one. Of an answer a reward model has its
@@ -102,7 +97,7 @@ def collect_pairs(name: str, objective: Objective, tables: Tables, show: Show) -
     return Measured(name, "pairs", shown, list_scores(scores), scores, [{} for _ in tables])
 
 
-PAIRS = keep_sums("pairs.jsonl", PAIR_SUMS, collect_pairs)
+PAIRS = Kept("pairs.jsonl", collect_pairs, PAIR_SUMS)
 
 
 # Classifiers' predictions.
@@ -171,4 +166,4 @@ def name_target(task: DataTask, target: np.ndarray) -> str:  # (K,)
     return task.label_names[int(target[0])]
 
 
-CLASSES = Kept("predictions.jsonl", describe_predictions, read_predictions, collect_classes)
+CLASSES = Kept("predictions.jsonl", collect_classes)

@@ -34,6 +34,7 @@ def describe_making(engine: dict[str, Any], sampling: SamplingOptions) -> dict[s
 
 
 def make_line(request: Request, answer: Answer, made_by: dict[str, Any]) -> Line:
+    optional = {"reason": answer.reason, "message": answer.message, "served_by": answer.served_by}
     return {
         "index": request.index,
         "sample": request.sample,
@@ -43,9 +44,7 @@ def make_line(request: Request, answer: Answer, made_by: dict[str, Any]) -> Line
         "finish_reason": answer.finish_reason,
         "num_prompt_tokens": answer.num_prompt_tokens,
         "num_tokens": answer.num_tokens,
-        **({} if answer.reason is None else {"reason": answer.reason}),
-        **({} if answer.message is None else {"message": answer.message}),
-        **({} if answer.served_by is None else {"served_by": answer.served_by}),
+        **{name: value for name, value in optional.items() if value is not None},
         "made_by": made_by,
     }
 

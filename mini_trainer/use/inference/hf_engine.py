@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import GenerationConfig, StoppingCriteriaList, TextIteratorStreamer
 
 from mini_trainer.data.rows.prompts import Prompt, encode_prompt, find_refusal
 from mini_trainer.distributed.ending import is_out_of_memory, log
@@ -120,7 +120,9 @@ class HFEngine:
         yield from refused[rank::world_size]
         batches = [batch for batch in self.plan_batches(encoded) if any(one.key not in done for one, _ in batch)]
         for batch in batches[rank::world_size]:
-            yield from (pair for pair in self.answer_batch(batch) if pair[0].key not in done)
+            for (request, ids), drawn in zip(batch, self.draw(batch), strict=True):
+                if request.key not in done:
+                    yield request, self.read_answer(drawn, num_prompt_tokens=len(ids))
 
     def find_refusal(self, prompt: Prompt, num_tokens: int) -> str | None:
         """Why a prompt of this length has no answer; None if it has one. ValueError for one without tokens."""
@@ -142,10 +144,6 @@ class HFEngine:
             together = list(items)
             batches += [together[i : i + self.batch_size] for i in range(0, len(together), self.batch_size)]
         return sorted(batches, key=lambda batch: len(batch[0][1]), reverse=True)
-
-    def answer_batch(self, batch: Sequence[EncodedRequest]) -> Iterator[tuple[Request, Answer]]:
-        for (request, ids), drawn in zip(batch, self.draw(batch), strict=True):
-            yield request, self.read_answer(drawn, num_prompt_tokens=len(ids))
 
     @torch.no_grad()
     def draw(self, batch: Sequence[EncodedRequest]) -> list[list[int]]:
@@ -195,7 +193,10 @@ class HFEngine:
         if (reason := self.find_refusal(prompt, len(ids))) is not None:
             raise ValueError(f"{prompt.place}: {reason}".removeprefix(": "))
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop, errors = StopWhenSet(), []
+        stop, errors = threading.Event(), []
+
+        def has_stopped(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # (rows,)
+            return torch.full((len(input_ids),), stop.is_set(), device=input_ids.device)
 
         def compute() -> None:
             try:
@@ -204,7 +205,7 @@ class HFEngine:
                     attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=self.device),
                     generation_config=self.limit_to(len(ids)),
                     logits_processor=make_processors(self.sampling, [(len(ids), 0)], self.device),
-                    stopping_criteria=StoppingCriteriaList([stop]),
+                    stopping_criteria=StoppingCriteriaList([has_stopped]),
                     streamer=streamer,
                 )
             except Exception as error:  # re-raised in the consuming thread
@@ -216,20 +217,10 @@ class HFEngine:
         try:
             yield from streamer
         finally:
-            stop.event.set()
+            stop.set()
             thread.join()
         if errors:
             raise errors[0]
-
-
-class StopWhenSet(StoppingCriteria):
-    """Stops generation as soon as its event is set."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:  # (rows,)
-        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
 
 
 def make_generation_config(config: GenerationConfig, tokenizer: Any, sampling: SamplingOptions) -> GenerationConfig:

@@ -6,6 +6,7 @@ are re-encoded as thumbnails, so the page has no other data of their files.
 
 import html
 import io
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,10 @@ def decode_run(tokenizer: Any, input_ids: Sequence[int], start: int, end: int) -
 
 def print_samples(samples: Iterable[TokenizedSample], tokenizer: Any, *, mask: str | None) -> None:
     """Prints each sample: in colours on a terminal, else with brackets; `mask` replaces untrained text."""
-    in_colour = sys.stdout.isatty()
+    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    if mask is None:
+        legend = Segment("trained", True, False, None), Segment(" not trained", False, False, None)
+        say(f"\nlegend: {format_sample(legend, mask=None, in_colour=in_colour)}")
     for sample in samples:
         say(f"\n--- {sample.place}: {sample.tokens.summary}")
         for title, tokens in sample.tokens.shown:

@@ -21,7 +21,7 @@ from mini_trainer.options.reading import open_regular
 from mini_trainer.run.file_names import METRICS_FILE, NOTES_FILE, SAMPLES_FILE, VALIDATION_FILE
 from mini_trainer.use.pages.page import escape_json, make_page
 from mini_trainer.use.plots import run_files
-from mini_trainer.use.plots.curves import describe_page, make_curves_page, make_version, median
+from mini_trainer.use.plots.curves import describe_page, make_curves_page, make_version, summarise_finite
 from mini_trainer.use.plots.run_files import Run, find_state, is_run, read_run_params
 
 PAGE = Path(__file__).with_name("board.html")
@@ -93,7 +93,7 @@ class WatchedRun:
             "share": to_json(share),
             "loss": to_json(last.get("loss")),
             "best": to_json(None if best is None else self.validations["loss"][best]),
-            "speed": to_json(median(np.array([row["tokens_per_second"] for row in tail]))),
+            "speed": to_json(summarise_finite(np.array([row["tokens_per_second"] for row in tail]))),
             "left": to_json(estimate_seconds_left(tail, params)) if state.kind == "running" else None,
             "written": None if identity is None else identity[0] / 1e9,  # seconds since 1970
             "notes": read_notes(self.path),

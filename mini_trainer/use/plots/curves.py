@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,17 +78,18 @@ VALIDATION_CHARTS = (
 
 def list_charts(runs: list[Run]) -> list[Chart]:
     """The charts for which some run has numbers, in the order of the page."""
-    first, *others = [chart for chart in STEP_CHARTS if chart.key == "loss" or has_numbers(runs, chart)]
-    validations = [chart for chart in VALIDATION_CHARTS if has_numbers(runs, chart)]
-    validations += make_other_charts([run.validations for run in runs], is_of_validations=True)
-    others += make_other_charts([run.steps for run in runs], is_of_validations=False)
+    of_steps, of_validations = [run.steps for run in runs], [run.validations for run in runs]
+    first, *others = [chart for chart in STEP_CHARTS if chart.key == "loss" or has_numbers(of_steps, chart)]
+    validations = [chart for chart in VALIDATION_CHARTS if has_numbers(of_validations, chart)]
+    validations += make_other_charts(of_validations, is_of_validations=True)
+    others += make_other_charts(of_steps, is_of_validations=False)
     sources = [
         Chart(name, name.removeprefix(SOURCE), is_noisy=True, section="Loss by source")
-        for name in list_parts([run.steps for run in runs], SOURCE)[:MOST_PARTS]
+        for name in list_parts(of_steps, SOURCE)[:MOST_PARTS]
     ]
     sets = [
         Chart(name, name.removeprefix(SET), is_of_validations=True, section="Validation loss by set")
-        for name in list_parts([run.validations for run in runs], SET)[:MOST_PARTS]
+        for name in list_parts(of_validations, SET)[:MOST_PARTS]
     ]
     return [first, *validations, *others, *sources, *(sets if len(sets) > 1 else [])]
 
@@ -104,8 +105,7 @@ def make_other_charts(readers: list[MetricsReader], *, is_of_validations: bool) 
     return charts
 
 
-def has_numbers(runs: list[Run], chart: Chart) -> bool:
-    readers = [run.validations if chart.is_of_validations else run.steps for run in runs]
+def has_numbers(readers: list[MetricsReader], chart: Chart) -> bool:
     return any(reader.count(chart.key) for reader in readers)
 
 
@@ -275,18 +275,13 @@ OWN_OPTIONS = {"output_dir", "config"}  # different in every run, or merged into
 MAX_CELL_CHARS = 300
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of text cells. In some tables, rows begin with the index of their run."""
-
-    head: list[str]
-    rows: list[list[str]]
+Table = dict[str, list]  # "head" and "rows" of text cells; in some tables, rows begin with the index of their run
 
 
 def summarise(runs: list[Run]) -> Table:
     """Results of the runs, one per row."""
     head = ["state", "steps", "tokens", "loss", "best validation", "at step", "tokens/s", "memory", "hours"]
-    return Table(head, [summarise_run(run) for run in runs])
+    return {"head": head, "rows": [summarise_run(run) for run in runs]}
 
 
 def summarise_run(run: Run) -> list[str]:
@@ -304,20 +299,16 @@ def summarise_run(run: Run) -> list[str]:
         format_number(last("loss"), ".4f"),
         NO_VALUE if best is None else format_number(run.validations["loss"][best], ".4f"),
         NO_VALUE if best is None else f"{run.validations['step'][best]:,.0f}",
-        format_number(median(steps["tokens_per_second"]), ",.0f"),
-        format_number(highest(steps["peak_memory_usage_GB"]), ".2f", " GB"),
+        format_number(summarise_finite(steps["tokens_per_second"]), ",.0f"),
+        format_number(summarise_finite(steps["peak_memory_usage_GB"], np.max), ".2f", " GB"),
         f"{run.hours[-1]:.2f}",
     ]
 
 
-def median(values: np.ndarray) -> float:
+def summarise_finite(values: np.ndarray, function: Callable[[np.ndarray], Any] = np.median) -> float:
+    """The median, or the `function`, of the finite values; NaN if there are none."""
     values = values[np.isfinite(values)]
-    return float(np.median(values)) if len(values) else np.nan
-
-
-def highest(values: np.ndarray) -> float:
-    values = values[np.isfinite(values)]
-    return float(values.max()) if len(values) else np.nan
+    return float(function(values)) if len(values) else np.nan
 
 
 def format_number(value: float, form: str, unit: str = "") -> str:
@@ -351,7 +342,8 @@ def compare_options(runs: list[Run]) -> tuple[Table, Table]:
             differing.append([show_name(name), *texts])
         elif name in defaults and known != {defaults[name]}:
             shared.append([show_name(name), *known])
-    return Table(["option", *(run.name for run in runs)], differing), Table(["option", "value"], shared)
+    head = ["option", *(run.name for run in runs)]
+    return {"head": head, "rows": differing}, {"head": ["option", "value"], "rows": shared}
 
 
 def list_values(run: Run) -> dict[str, Any]:
@@ -397,7 +389,7 @@ def list_starts(runs: list[Run]) -> Table:
         for start in run.starts
         if len(run.starts) > 1 or start["resumed_from"]
     ]  # fmt: skip
-    return Table(["run", "started", "after step", "resumed from", "on", "changed options"], rows)
+    return {"head": ["run", "started", "after step", "resumed from", "on", "changed options"], "rows": rows}
 
 
 def describe_page(runs: list[Run], *, is_live: bool, best: int | None = None) -> dict[str, Any]:
@@ -417,10 +409,10 @@ def describe_page(runs: list[Run], *, is_live: bool, best: int | None = None) ->
         "charts": [vars(chart) for chart in charts],
         "smoothing": next((steps for steps in (100, 50, 30, 20, 10, 5) if steps <= window), SHORTEST_WINDOW),
         "tables": {
-            "summary": vars(summarise(runs)),
-            "differing": vars(differing),
-            "shared": vars(shared),
-            "starts": vars(list_starts(runs)),
+            "summary": summarise(runs),
+            "differing": differing,
+            "shared": shared,
+            "starts": list_starts(runs),
         },
         "samples": samples,
         "notes": [*warnings, *list_omissions(runs), *omitted, written],

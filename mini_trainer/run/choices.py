@@ -1,0 +1,83 @@
+"""Batch size, epochs and learning rate of a run that names none, and what is usual (docs/tasks/learning_rate.md)."""
+
+import math
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from mini_trainer.data.columns.base import CAUSAL_LM
+from mini_trainer.objectives.families.text_tower import text_config
+from mini_trainer.options import EndOptions, OptimizationOptions, TrainOptions, flag_name, replace_options
+from mini_trainer.run.inputs import RunInputs
+
+NUM_UPDATES, MOST_EPOCHS = 200, 10
+# Learning rates of a model of 1.5 billion parameters; others have them by the root of the ratio of sizes.
+SIZE, RATES, MOST_RATE = 1.5e9, {"lora": 2e-4, "osft": 2e-4, "full": 2e-5}, 1e-3
+# Usual ones by the method's option: of published runs, OSFT's as measured in docs/reference/osft.md.
+USUAL_RATES = {
+    "lora": ("LoRA", "1e-4 to 2e-4"),
+    "osft": ("OSFT", "1e-4 to 1e-3"),
+    "full": ("full fine-tuning", "2e-6 to 2e-5"),
+}
+
+
+def choose_values(inputs: RunInputs) -> TrainOptions:
+    """The run's options with a batch size, an end and a learning rate where none is given, for language modelling."""
+    options, data = inputs.options, inputs.data
+    o = options.data
+    if options.classification.objective != CAUSAL_LM or data is None or inputs.config is None:
+        return options
+    chosen, num_samples, size = {}, len(data.kept), estimate_size(inputs.config)
+    per_update = o.batch_size or choose_batch_size(num_samples)
+    if o.batch_tokens is not None:
+        per_update = o.batch_tokens * num_samples / data.num_tokens
+    elif o.batch_size is None:
+        chosen["batch_size"] = per_update
+    if options.chooses_end:
+        chosen["max_epochs"] = choose_epochs(num_samples / per_update)
+    if options.optimization.learning_rate is None:
+        method = next((name for name in RATES if inputs.values.get(name)), "full")
+        chosen["learning_rate"] = choose_rate(method, size)
+    shown = " ".join(f"{flag_name(name)} {value:g}" for name, value in chosen.items())
+    inputs.chosen = f"; chosen for them and {size / 1e6:.3g} million parameters: {shown}"
+    inputs.options = options = replace_options(options, **chosen)
+    inputs.data_options = replace(inputs.data_options, batch_size=options.data.batch_size)
+    inputs.values |= chosen
+    return options
+
+
+def choose_batch_size(num_samples: int) -> int:
+    """Samples per update: the power of two that is nearest to half of the root of their number, from 4 to 64."""
+    return min(64, max(4, 2 ** round(math.log2(math.sqrt(num_samples) / 2))))
+
+
+def choose_epochs(num_updates: float) -> int:
+    """Epochs of so many updates each."""
+    return min(MOST_EPOCHS, math.ceil(NUM_UPDATES / num_updates))
+
+
+def choose_rate(method: str, size: float) -> float:
+    """A learning rate of one digit."""
+    return float(f"{min(MOST_RATE, RATES[method] * math.sqrt(SIZE / size)):.0e}")
+
+
+def estimate_size(config: PreTrainedConfig) -> float:
+    """About how many parameters the language model has, without its experts that a token does not use."""
+    text = text_config(config)
+    return 12 * text.num_hidden_layers * text.hidden_size**2 + text.vocab_size * text.hidden_size
+
+
+def describe_few_updates(
+    num_updates: int, usual: int, inputs: RunInputs, o: OptimizationOptions, end: EndOptions
+) -> str:
+    """Warning that a model learns little in so few updates, with values that give more."""
+    flag, size = inputs.batching.flag.split()
+    share = num_updates / usual
+    advice = [f"{flag} {int(int(size) * share)}"] if int(size) * share >= 1 else []
+    advice += [f"--max-epochs {math.ceil(end.max_epochs / share)}"] if end.max_epochs is not None else []
+    name, rates = USUAL_RATES[next((name for name in USUAL_RATES if inputs.values.get(name)), "full")]
+    return (
+        f"the run has only {num_updates} optimizer updates, in which a model learns little; {usual} or more are"
+        f" usual: {' or '.join([*advice, 'more data'])}. Usual learning rates of {name} are {rates}, this run's is"
+        f" {o.peak_rate:g}"
+    )
