@@ -137,10 +137,11 @@ class Table:
         for line in lines:
             if line["method"] != "before":
                 found[line["method"], line["rate"]][line["seed"]].append(line)
-        self.lines = {
+        whole = {
             key: {seed: [self.before, *own] for seed, own in sorted(seeds.items()) if len(own) == len(TASKS)}
             for key, seeds in sorted(found.items(), key=lambda item: (item[0][0], float(item[0][1])))
         }
+        self.lines = {key: seeds for key, seeds in whole.items() if seeds}  # others have not ended yet
 
     def read(self, key: tuple[str, str], questions: slice, *, seeds: slice = ALL) -> Results:
         return Results(*key, list(self.lines[key].values())[seeds], questions)

@@ -216,7 +216,7 @@ def test_files_edited_by_hand_are_a_warning_and_other_weights_are_not(world, roo
 
 
 def test_a_damaged_manifest_is_refused_and_one_of_another_program_is_none(root, caplog):
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", logger="mini_trainer")
     export = export_of(root / "full")
     manifest = export / "manifest.json"
     known = json.loads(manifest.read_text())
@@ -273,7 +273,7 @@ def test_ranks_compare_all_bytes_that_they_read(tmp_path, monkeypatch):
 
 
 def test_data_without_a_recorded_hash_is_used_and_said_and_an_odd_record_is_refused(tmp_path, caplog):
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", logger="mini_trainer")
     data = write_samples(tmp_path / "a.arrow", make_samples(4, vocab_size=VOCAB_SIZE))
     verify_data(TokenizedData(data))
     (message,) = caplog.messages

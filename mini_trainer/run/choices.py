@@ -64,7 +64,7 @@ def choose_rate(method: str, size: float) -> float:
 def estimate_size(config: PreTrainedConfig) -> float:
     """About how many parameters the language model has, without its experts that a token does not use."""
     text = text_config(config)
-    return 12 * text.num_hidden_layers * text.hidden_size**2 + text.vocab_size * text.hidden_size
+    return 12 * getattr(text, "num_hidden_layers", 1) * text.hidden_size**2 + text.vocab_size * text.hidden_size
 
 
 def describe_few_updates(
