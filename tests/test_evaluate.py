@@ -243,14 +243,15 @@ def test_losses_of_an_export_are_those_of_the_runs_validation(method, world, roo
         validation_data_path=files["data"], output_dir=str(output_dir), export_best=False,
     )  # fmt: skip
     last = read_lines(output_dir / "validation_metrics_0.jsonl")[-1]
-    (measured,) = run(world, root / f"of_{method}", run=str(output_dir), data=files["data"])["sets"]
+    export = str(output_dir / "hf_format" / "samples_24")
+    (measured,) = run(world, root / f"of_{method}", model=export, data=files["data"])["sets"]
     loss, accuracy = (metric["values"][0]["mean"] for metric in measured["metrics"])
     assert loss == pytest.approx(last["loss"], rel=1e-6)
     assert accuracy == pytest.approx(last["token_accuracy"])
     assert measured["extras"][0]["perplexity"] == pytest.approx(last["perplexity"], rel=1e-6)
     assert measured["extras"][0]["num_loss_counted_tokens"] == last["num_loss_counted_tokens"]
     # an adapter answers, too, beside the model that it belongs to
-    both = run(world, root / f"both_{method}", model=files["base"], run=str(output_dir), task=files["task"])
+    both = run(world, root / f"both_{method}", model=(files["base"], export), task=files["task"])
     assert [model["label"] for model in both["models"]] == ["base", "samples_24"]
     assert ("adapter" in both["models"][1]) == (method == "lora")
 

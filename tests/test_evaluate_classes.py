@@ -100,7 +100,8 @@ def test_scores_of_an_export_are_those_of_the_runs_validation(method, world, inp
         output_dir=str(tmp_path / "run"), export_best=False,
     )  # fmt: skip
     last = read_lines(tmp_path / "run" / "validation_metrics_0.jsonl")[-1]
-    (measured,) = evaluate_here(world, tmp_path / "found", run=str(tmp_path / "run"), data=data)["sets"]
+    (export,) = map(str, (tmp_path / "run" / "hf_format").glob("samples_*"))
+    (measured,) = evaluate_here(world, tmp_path / "found", model=export, data=data)["sets"]
     for name, (mean,) in list_means(measured).items():
         assert mean == pytest.approx(last[name], rel=1e-6), name
     assert measured["extras"][0]["classification"]["confusion_matrix"] == last["confusion_matrix"]
