@@ -37,3 +37,11 @@ def test_a_value_that_is_not_given_is_not_chosen_or_recorded_or_a_given_one_is_c
     assert (recorded["batch_size"], recorded["max_epochs"], recorded["learning_rate"]) == (4, 1, 1e-3)
     steps = read_rows(tmp_path / "run")
     assert len(steps) == 5 and {step["num_samples"] for step in steps} == {4} and steps[-1]["lr"] == 1e-3
+
+
+def test_a_chosen_value_is_another_option_to_a_resumed_run(world, tmp_path):
+    options = {name: value for name, value in OPTIONS.items() if name not in ("batch_size", "learning_rate")}
+    options |= make_inputs(tmp_path, "llama") | dict(output_dir=str(tmp_path / "run"))
+    for max_steps in (2, 4):
+        train_here(world, **options, max_steps=max_steps)
+    assert [step["num_samples"] for step in read_rows(tmp_path / "run")] == [4] * 4
