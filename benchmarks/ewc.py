@@ -126,12 +126,11 @@ class EWCRunner(Runner):
         options = yaml.safe_load(Path(words[2]).read_text())
         run = Path(options["output_dir"])  # ROOT/ewc_1e2/order_1_seed_42/2_tickets/run
         run.mkdir(parents=True, exist_ok=True)
-        sets = [(options["model_name_or_path"], self.known)]
-        for folder in sorted(run.parents[1].glob("[1-9]_*")):
-            own = yaml.safe_load((folder / "train.yaml").read_text())
-            sets[0] = (own["model_name_or_path"], self.known) if folder.name.startswith("1_") else sets[0]
-            if folder < run.parent:
-                sets.append((folder / "run" / "hf_format" / "latest", own["data_path"][0]))
+        folders = [folder for folder in sorted(run.parents[1].glob("[1-9]_*")) if folder <= run.parent]
+        tasks = [yaml.safe_load((folder / "train.yaml").read_text()) for folder in folders]
+        sets = [(tasks[0]["model_name_or_path"], self.known)]  # then each earlier task's rows, and the model after it
+        for folder, task in zip(folders[:-1], tasks, strict=False):
+            sets.append((folder / "run" / "hf_format" / "latest", task["data_path"][0]))
         anchors = [find_anchor(path, read_rows(rows)) for path, rows in sets]
         strength = float(run.parents[2].name.rpartition("_")[2].replace("e", "e-"))
         with (run / "training_metrics_0.jsonl").open("w") as file:

@@ -86,7 +86,7 @@ class Results:
         return draw_weights(len(self.lines), seed=len(self.lines))
 
     def read(self, name: str, num_tasks: int) -> np.ndarray:
-        """Of a set after so many tasks: the mean over questions and seeds of right answers, or of losses."""
+        """The share of right answers to a set after `num_tasks` tasks, or the mean loss, over questions and seeds."""
         by_seed = [lines[num_tasks][name] for lines in self.lines]
         values = np.array([list(map(float, one)) for one in by_seed])[:, self.questions]
         sizes = np.array(self.lines[0][0]["weights"])[self.questions] if name == OWN else np.ones(values.shape[1])

@@ -18,15 +18,8 @@ from mini_trainer.api import arguments
 from mini_trainer.api.errors import make_bad_input
 from mini_trainer.api.sent_callbacks import send_callbacks
 from mini_trainer.api.tokenized import DATA_FILE, choose_tokenized, find_data_file, list_values, names_tokenized
-from mini_trainer.options import (
-    DEFAULT_BATCH_SIZE,
-    OSFTOptions,
-    TrainOptions,
-    flag_name,
-    foreign_names,
-    iterate_fields,
-    list_types,
-)
+from mini_trainer.options import OSFTOptions, TrainOptions, flag_name, foreign_names, iterate_fields, list_types
+from mini_trainer.options.data import DEFAULT_BATCH_SIZE
 from mini_trainer.options.fields import is_required
 from mini_trainer.options.learning import DEFAULT_LEARNING_RATE
 from mini_trainer.options.tools import ProcessDataOptions
@@ -121,9 +114,9 @@ def make_train_values(args: arguments.TrainingArgs) -> Values:
             values.give(name, value, by=name)
     if not any(end in values for end in ENDS) and args.training_mode != arguments.TrainingMode.INFINITE:
         values.give("max_epochs", 1, by="the default of InstructLab")
-    defaults = {"learning_rate": DEFAULT_LEARNING_RATE, "batch_size": DEFAULT_BATCH_SIZE}
-    for name in defaults if "batch_tokens" not in values else ("learning_rate",):
-        values.setdefault(name, defaults[name])
+    values.setdefault("learning_rate", DEFAULT_LEARNING_RATE)
+    if "batch_tokens" not in values:
+        values.setdefault("batch_size", DEFAULT_BATCH_SIZE)
     return values
 
 

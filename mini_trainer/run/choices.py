@@ -36,8 +36,7 @@ def choose_values(inputs: RunInputs) -> TrainOptions:
     if options.chooses_end:
         chosen["max_epochs"] = choose_epochs(num_samples / per_update)
     if options.optimization.learning_rate is None:
-        method = next((name for name in RATES if inputs.values.get(name)), "full")
-        chosen["learning_rate"] = choose_rate(method, size)
+        chosen["learning_rate"] = choose_rate(find_method(inputs), size)
     shown = " ".join(f"{flag_name(name)} {value:g}" for name, value in chosen.items())
     inputs.chosen = f"; chosen for them and {size / 1e6:.3g} million parameters: {shown}"
     inputs.options = options = replace_options(options, **chosen)
@@ -54,6 +53,10 @@ def choose_batch_size(num_samples: int) -> int:
 def choose_epochs(num_updates: float) -> int:
     """Epochs of so many updates each."""
     return min(MOST_EPOCHS, math.ceil(NUM_UPDATES / num_updates))
+
+
+def find_method(inputs: RunInputs) -> str:
+    return next((name for name in RATES if inputs.values.get(name)), "full")
 
 
 def choose_rate(method: str, size: float) -> float:
@@ -75,7 +78,7 @@ def describe_few_updates(
     share = num_updates / usual
     advice = [f"{flag} {int(int(size) * share)}"] if int(size) * share >= 1 else []
     advice += [f"--max-epochs {math.ceil(end.max_epochs / share)}"] if end.max_epochs is not None else []
-    name, rates = USUAL_RATES[next((name for name in USUAL_RATES if inputs.values.get(name)), "full")]
+    name, rates = USUAL_RATES[find_method(inputs)]
     return (
         f"the run has only {num_updates} optimizer updates, in which a model learns little; {usual} or more are"
         f" usual: {' or '.join([*advice, 'more data'])}. Usual learning rates of {name} are {rates}, this run's is"

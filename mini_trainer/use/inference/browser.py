@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from mini_trainer.data.chat.conversation import Message
-from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.distributed.messages import say
 from mini_trainer.use.inference.engine import Engine
+from mini_trainer.use.inference.terminal import make_prompt
 
 HOST = "127.0.0.1"
 FONTS = ["ui-sans-serif", "system-ui", "sans-serif"]  # of the machine: gradio's own are loaded from the web
@@ -30,9 +30,7 @@ def serve_chat(engine: Engine, *, title: str, port: int) -> None:
         messages = [*start, *earlier, {"role": "user", "content": text}]
         written = ""
         try:
-            # A single message also works as plain text, for models without a chat template.
-            prompt = Prompt(row={}, messages=messages, text=text if len(messages) == 1 else None)
-            with closing(engine.stream(prompt)) as stream:
+            with closing(engine.stream(make_prompt(messages))) as stream:
                 for piece in stream:
                     written += piece
                     yield written

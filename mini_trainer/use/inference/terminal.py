@@ -58,9 +58,7 @@ def ask(engine: Engine, messages: list[Message], text: str) -> list[Message]:
     asked = [*messages, {"role": "user", "content": text}]
     pieces: list[str] = []
     try:
-        # A single message also works as plain text, for models without a chat template.
-        prompt = Prompt(row={}, messages=asked, text=text if len(asked) == 1 else None)
-        with closing(engine.stream(prompt)) as stream:
+        with closing(engine.stream(make_prompt(asked))) as stream:
             for piece in stream:
                 pieces.append(piece)
                 print(make_visible(piece), end="", flush=True)
@@ -72,3 +70,8 @@ def ask(engine: Engine, messages: list[Message], text: str) -> list[Message]:
         return messages
     answer = "".join(pieces)
     return [*asked, {"role": ASSISTANT, "content": answer}] if answer.strip() else messages
+
+
+def make_prompt(messages: list[Message]) -> Prompt:
+    """A single message also works as plain text, for models without a chat template."""
+    return Prompt(row={}, messages=messages, text=messages[0]["content"] if len(messages) == 1 else None)
