@@ -24,9 +24,8 @@ from typing import Any
 from mini_trainer.data.stores.disk import check_output_dir
 from mini_trainer.data.tokenized.fetched import download_data_sets
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.reader import verify_data
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
-from mini_trainer.distributed.messages import say, say_note
+from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_on_each_node, call_with_world
 from mini_trainer.options import flatten_options
 from mini_trainer.options.problems.finding import require
@@ -36,7 +35,7 @@ from mini_trainer.use.evaluation.models import Named, list_models, name_files
 from mini_trainer.use.evaluation.results import Measured, write_results
 from mini_trainer.use.evaluation.tasks import EvaluationTask, collect_task, measure_task, open_task
 from mini_trainer.use.inference.engine import open_engine
-from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
+from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model, verify_files
 
 
 def evaluate(options: EvaluateOptions, world: World) -> None:
@@ -61,7 +60,7 @@ def evaluate(options: EvaluateOptions, world: World) -> None:
         for data in data_sets.values():
             check_set(data, one)
     if not options.skip_verification:
-        call_on_each_node(world, lambda: verify_files(found, data_sets))
+        call_on_each_node(world, lambda: verify_files(filter(None, found), data_sets.values()))
     # Measures one model after the other on all sets, then collects the results side by side.
     outcomes = []
     for model, own in zip(models, found, strict=True):
@@ -84,15 +83,6 @@ def find_model(model: Named, options: EvaluateOptions) -> FoundModel | None:
         return None
     revision = None if Path(model.name).is_dir() else options.model_revision
     return find_answering_model(model.name, revision=revision, trust_remote_code=options.trust_remote_code)
-
-
-def verify_files(found: list[FoundModel | None], data_sets: dict[str, Mixture]) -> None:
-    """Checks the inputs against the hashes recorded when they were written."""
-    for model in found:
-        if model is not None:
-            model.verify()
-    for data in data_sets.values():
-        verify_data(*data.sources, say_note)
 
 
 def measure(

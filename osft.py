@@ -215,6 +215,7 @@ class OSFT(Method):
     tags = ("osft",)
     takes_long = True
     metrics = ("osft_leak",)
+    recomputed = frozenset({"aten::mm"})  # also of other layers; a layer's last and largest product is an addmm
 
     def __init__(self, options: OSFTOptions):
         self.options = options
@@ -271,7 +272,13 @@ class OSFT(Method):
         self.directions = osft_directions.Directions(meta, self.options)
 
     def prepare(self, meta: MetaModel, readers: Readers, *, world: World, progress: Callable[[str], None]) -> None:
-        warn_of_experts(meta.model, trains=self.options.osft_train_others)
+        if experts := [param for param in meta.model.parameters() if param.ndim == 3 and min(param.shape) > 1]:
+            fate = "train without constraint" if self.options.osft_train_others else "are frozen"
+            num_weights, num_numbers = len(experts), sum(param.numel() for param in experts)
+            log.warning(
+                f"warning: --osft does not cover the {num_weights} weights ({num_numbers:,} numbers) of fused experts:"
+                f" they {fate}"
+            )
         num_kept = self.directions.compute(self.statistics, readers, world=world, progress=progress)
         # Gigabytes, which nothing needs any more.
         self.statistics = self.directions.statistics = osft_directions.Statistics()
@@ -307,10 +314,6 @@ class OSFT(Method):
         if isinstance(module, OSFTLinear) and module.projects:
             rows = torch.empty(-(-module.num_rows // world.num_shards), module.num_kept)
             module.U_high = shard_rows(rows, (module.num_rows, module.num_kept), world=world)
-
-    def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
-        # A layer's last and largest product is an addmm; mm, also of other layers, is recomputed.
-        return kept - {"aten::mm"}
 
     def constrain_gradients(self) -> None:
         project_gradients(self.layers)
@@ -388,15 +391,6 @@ def gather_merged(model: PreTrainedModel, dtype: torch.dtype, *, world: World) -
             groups.append(gather_one(name, layer.weight_shape, dtype, functools.partial(gather, layer)))
             merged |= {f"{prefix}.{key}" for key in (*layer._parameters, *layer._buffers) if key != "bias"}
     return groups + gather_parameters(model, dtype, world=world, leave_out=merged)
-
-
-def warn_of_experts(model: PreTrainedModel, *, trains: bool) -> None:
-    experts = [param for param in model.parameters() if param.ndim == 3 and min(param.shape) > 1]
-    if experts:
-        log.warning(
-            f"warning: --osft does not cover the {len(experts)} weights ({sum(p.numel() for p in experts):,} numbers)"
-            f" of fused experts: they {'train without constraint' if trains else 'are frozen'}"
-        )
 
 
 @torch.no_grad()

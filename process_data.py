@@ -187,7 +187,10 @@ def make_part(
     def describe() -> dict[str, Any]:
         if parts.identify_sources(prepared.sources) != made_with["sources"]:
             raise ValueError(f"part {part}: an input file changed while it was read: make the part again")
-        return {"made_with": made_with, "read": parts.describe_read(prepared.sources, divided), "rows": dict(counts)}
+        # Number, format and hash of each source whose end is in this part.
+        numbers = {str(source): number for number, source in enumerate(prepared.sources)}
+        read = [[numbers[str(one)], one.format, one.sha256] for one in divided if one.sections.end is None]
+        return {"made_with": made_with, "read": read, "rows": dict(counts)}
 
     num_bytes = parts.count_bytes(divided)
     parts.write_part(part, count_rows(), describe)

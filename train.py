@@ -121,7 +121,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     exports = Exports(options.exports, options.hub, inputs, world, control, training_log, rescue=rescue)
     if run.checkpoint and exports.is_missing(position, calendar, num_steps=num_steps):
         exports.write(state, position)
-    if validations.is_first_missing:
+    if validations.is_missing_at(position):
         validations.measure(state, position, training_log, exports, cap=cap)
     run.start_loop()
     step_end = time.monotonic()

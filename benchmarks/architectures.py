@@ -29,21 +29,20 @@ from typing import Any
 import numpy as np
 import paths
 import torch
-from torch import Tensor
+from harness import build, describe_versions, make_options, pack_sequences
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-ROOT = paths.ROOT
-from harness import build, describe_versions, make_options, pack_sequences
-
-from mini_trainer.distributed.world import init_world
+from mini_trainer.distributed.world import World, init_world
 from mini_trainer.model.check import check_model
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.flops import count_flops
 from mini_trainer.objectives.families.text import choose_auto_class
 from mini_trainer.objectives.next_tokens import CausalLM
+from mini_trainer.objectives.objective import PackedModel
 
 LENGTHS = (45, 1, 70, 7)
 LOSS_TOLERANCE = 1e-5  # relative
@@ -216,10 +215,8 @@ def make_sequences(vocab_size: int) -> list[np.ndarray]:
     return [random.integers(3, vocab_size, length) for length in LENGTHS]
 
 
-def run_reference(path: Path, sequences: list[np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
-    """transformers' own summed loss and gradients, over one sequence after the other."""
-    auto_class = choose_auto_class(AutoConfig.from_pretrained(path))
-    model = auto_class.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).train()
+def run_reference(model: nn.Module, sequences: list[np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The model's own summed loss and gradients, over one sequence after the other."""
     loss_sum = torch.zeros(())
     for sequence in sequences:
         logits = model(input_ids=torch.from_numpy(sequence)[None], use_cache=False).logits[0]
@@ -229,18 +226,18 @@ def run_reference(path: Path, sequences: list[np.ndarray]) -> tuple[Tensor, dict
     return loss_sum.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def run_packed(path: Path, activation_checkpointing: str, num_vocab: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Our loss and gradients of one packed row, of a model that passed all that a start looks at."""
-    world, objective = init_world(), CausalLM()
+def run_packed(
+    path: Path, sequences: list[np.ndarray], world: World, *, activation_checkpointing: str
+) -> tuple[PackedModel, Tensor, dict[str, Tensor]]:
+    """Our model, which passed all that a start looks at, and its loss and gradients of one packed row."""
     packed_model = build(path, make_options(activation_checkpointing=activation_checkpointing), world)
-    config = packed_model.model.config
-    check_rope(config, longest=max(LENGTHS))
+    check_rope(packed_model.model.config, longest=max(LENGTHS))
     count_flops(packed_model.model)
-    check_model(packed_model, objective, world=world)
-    loss_sum = packed_model(pack_sequences(make_sequences(num_vocab))).loss
+    check_model(packed_model, CausalLM(), world=world)
+    loss_sum = packed_model(pack_sequences(sequences)).loss
     loss_sum.backward()
     params = packed_model.model.named_parameters()
-    return loss_sum.detach(), {n: p.grad.full_tensor() for n, p in params if p.grad is not None}
+    return packed_model, loss_sum.detach(), {n: p.grad.full_tensor() for n, p in params if p.grad is not None}
 
 
 def judge(model_type: str, path: Path, *, activation_checkpointing: str) -> Result:
@@ -249,24 +246,28 @@ def judge(model_type: str, path: Path, *, activation_checkpointing: str) -> Resu
         save_tiny_model(model_type, path)
     except Exception as error:  # other people's models and configs may raise anything
         return Result("not built", describe(error))
-    own_error, num_vocab = None, SIZE_OF["vocab_size"]
+    sequences = make_sequences(SIZE_OF["vocab_size"])
     try:
-        expected_loss, expected = run_reference(path, make_sequences(num_vocab))
+        auto_class = choose_auto_class(AutoConfig.from_pretrained(path))
+        own_model = auto_class.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+        expected_loss, expected = run_reference(own_model.train(), sequences)
     except Exception as error:
-        own_error = describe(error)
+        return Result("not built", f"fails by itself: {describe(error)}")
     try:
-        loss, gradients = run_packed(path, activation_checkpointing, num_vocab)
+        world = init_world()
+        _, loss, gradients = run_packed(path, sequences, world, activation_checkpointing=activation_checkpointing)
     except Exception as error:
-        if own_error is not None:
-            return Result("not built", f"fails by itself: {own_error}")
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        is_ours = raised_in.is_relative_to(ROOT) and "site-packages" not in raised_in.parts
-        if isinstance(error, ValueError) and is_ours:
-            return Result("refused", " ".join(str(error).replace(f"{path}: ", "").split()))
-        return Result("crashed", describe(error))
-    if own_error is not None:
-        return Result("not built", f"fails by itself: {own_error}")
+        return explain(error, path)
     return compare(loss, expected_loss, gradients, expected)
+
+
+def explain(error: Exception, path: Path) -> Result:
+    """Whether our code refuses the model in `path`, or something crashed."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    is_ours = raised_in.is_relative_to(paths.ROOT) and "site-packages" not in raised_in.parts
+    if isinstance(error, ValueError) and is_ours:
+        return Result("refused", " ".join(str(error).replace(f"{path}: ", "").split()))
+    return Result("crashed", describe(error))
 
 
 def compare(loss: Tensor, own_loss: Tensor, gradients: dict[str, Tensor], own: dict[str, Tensor]) -> Result:
@@ -354,26 +355,18 @@ def write_table(results: dict[str, Result], title: str) -> str:
 
 
 def judge_all(
-    model_types: list[str], judge_type: Callable[[str, Path], Result], *, processes: int, seconds: float
-) -> dict[str, Result]:
-    """Each type in a process of its own, several at a time; reported as they come."""
-    results = {}
-
-    def judge_one(model_type: str) -> tuple[str, Result]:
-        return model_type, judge_apart(functools.partial(judge_type, model_type), seconds=seconds)
-
-    with ThreadPoolExecutor(processes) as pool:
-        for model_type, result in pool.map(judge_one, model_types):
+    model_types: list[str], judge_type: Callable[[str, Path], Result], args: argparse.Namespace, title: str, file: str
+) -> None:
+    """Judges each type in a process of its own, several at a time; the table of all types is written to results/."""
+    results, calls = {}, [functools.partial(judge_type, name) for name in model_types]
+    with ThreadPoolExecutor(args.processes) as pool:
+        judged = pool.map(functools.partial(judge_apart, seconds=args.seconds), calls)
+        for model_type, result in zip(model_types, judged, strict=True):
             results[model_type] = result
             print(f"{model_type}: {result.outcome}: {result.detail}", flush=True)
-    return results
-
-
-def keep_table(results: dict[str, Result], title: str, file: str, *, is_whole: bool) -> None:
-    """Prints the totals; the table of all types is written to results/."""
     table = write_table(results, title)
-    if is_whole:
-        (ROOT / "benchmarks/results" / file).write_text(table)
+    if args.types is None:
+        (paths.ROOT / "benchmarks/results" / file).write_text(table)
     print(table.splitlines()[-1])
 
 
@@ -383,13 +376,12 @@ def main() -> None:
     args = parser.parse_args()
     model_types = choose_types(parser, args, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM)
     judge_type = functools.partial(judge, activation_checkpointing=args.activation_checkpointing)
-    results = judge_all(model_types, judge_type, processes=args.processes, seconds=args.seconds)
     title = (
         f"Causal types of transformers, {describe_versions('transformers', 'torch')}, CPU, fp32,"
         f" --activation-checkpointing {args.activation_checkpointing}: a packed row of"
         f" {', '.join(map(str, LENGTHS))} tokens"
     )
-    keep_table(results, title, "architectures.txt", is_whole=args.types is None)
+    judge_all(model_types, judge_type, args, title, "architectures.txt")
 
 
 if __name__ == "__main__":

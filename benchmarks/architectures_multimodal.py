@@ -10,40 +10,25 @@ run does it: the export has to load in the same class, with the same keys, and a
 made from, byte by byte. With `--types` nothing is written.
 """
 
-import traceback
 from pathlib import Path
 from typing import Any
 
+import architectures
 import numpy as np
 import torch
-from architectures import (
-    LENGTHS,
-    ROOT,
-    SIZE_OF,
-    Result,
-    choose_types,
-    compare,
-    describe,
-    judge_all,
-    keep_table,
-    make_parser,
-    save_tiny_model,
-)
-from harness import build, describe_versions, make_options, pack_sequences, read_stored
+from architectures import LENGTHS, SIZE_OF, Result, compare, describe
+from harness import describe_versions, read_stored
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from mini_trainer.distributed.world import World, init_world
-from mini_trainer.model.check import check_model
-from mini_trainer.model.config import ModelSource, check_rope, load_config, load_generation_config
-from mini_trainer.model.flops import count_flops
+from mini_trainer.model.config import ModelSource, load_config, load_generation_config
 from mini_trainer.model.method import Full
+from mini_trainer.objectives.families.family import Family
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.text_tower import find_placeholders
-from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.run.export import ExportParts, export_model
 
@@ -77,43 +62,11 @@ def make_texts(path: Path) -> list[np.ndarray]:
     return [texts[random.integers(0, len(texts), length)] for length in LENGTHS]
 
 
-def run_reference(path: Path, sequences: list[np.ndarray]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole class's summed loss and gradients, over one sequence after the other.
-
-    In eval mode, since some classes ask for more than text while they train; nothing is dropped in either.
-    """
-    model = AutoModelForMultimodalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
-    loss_sum = torch.zeros(())
-    for sequence in sequences:
-        logits = model(input_ids=torch.from_numpy(sequence)[None], use_cache=False).logits[0]
-        targets = torch.from_numpy(sequence[1:])
-        loss_sum = loss_sum + torch.nn.functional.cross_entropy(logits[:-1].float(), targets, reduction="sum")
-    loss_sum.backward()
-    return loss_sum.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def run_packed(path: Path, sequences: list[np.ndarray], world: World) -> tuple[PackedModel, Tensor, dict[str, Tensor]]:
-    """Our model, which passed all that a start looks at, and its loss and gradients of one packed row."""
-    objective = CausalLM()
-    packed_model = build(path, make_options(activation_checkpointing="none"), world)
-    config = packed_model.model.config
-    check_rope(config, longest=max(LENGTHS))
-    count_flops(packed_model.model)
-    check_model(packed_model, objective, world=world)
-    loss_sum = packed_model(pack_sequences(sequences)).loss
-    loss_sum.backward()
-    params = packed_model.model.named_parameters()
-    return packed_model, loss_sum.detach(), {n: p.grad.full_tensor() for n, p in params if p.grad is not None}
-
-
-def export(packed_model: PackedModel, path: Path, export_dir: Path, world: World) -> None:
-    objective = CausalLM()
-    config = load_config(str(path), TextFamily())
-    words = {f"w{i}": i for i in range(SIZE_OF["vocab_size"])}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
-    generation_config = load_generation_config(str(path), config)
-    source = ModelSource(str(path), config)
-    parts = ExportParts(objective.family, Full(), generation_config, tokenizer, torch.float32, source)
+def export(
+    packed_model: PackedModel, source: ModelSource, family: Family, tokenizer: Any, export_dir: Path, world: World
+) -> None:
+    generation_config = load_generation_config(source.directory, source.config)
+    parts = ExportParts(family, Full(), generation_config, tokenizer, torch.float32, source)
     export_model(packed_model, export_dir, parts, world=world)
 
 
@@ -139,43 +92,50 @@ def judge(model_type: str, path: Path) -> Result:
     """Makes the type's model, runs it both ways, exports it, and says what became of it."""
     model_dir, own_error = path / "model", None
     try:
-        save_tiny_model(model_type, model_dir, AutoModelForMultimodalLM, sizes=SIZES, changes=CHANGES.get(model_type))
+        changes = CHANGES.get(model_type)
+        architectures.save_tiny_model(model_type, model_dir, AutoModelForMultimodalLM, sizes=SIZES, changes=changes)
         sequences = make_texts(model_dir)
     except Exception as error:  # other people's models and configs may raise anything
         return Result("not built", describe(error))
     try:
-        expected_loss, expected = run_reference(model_dir, sequences)
+        own_model = AutoModelForMultimodalLM.from_pretrained(
+            model_dir, attn_implementation="eager", dtype=torch.float32
+        )
+        # In eval mode, since some classes ask for more than text while they train; nothing is dropped in either.
+        expected_loss, expected = architectures.run_reference(own_model.eval(), sequences)
     except Exception as error:
-        own_error = describe(error)
+        own_error = Result("not built", f"fails by itself: {describe(error)}")
     world = init_world()
     try:
-        packed_model, loss, gradients = run_packed(model_dir, sequences, world)
+        packed_model, loss, gradients = architectures.run_packed(
+            model_dir, sequences, world, activation_checkpointing="none"
+        )
         if own_error is not None:
-            return Result("not built", f"fails by itself: {own_error}")
+            return own_error
         result = compare(loss, expected_loss, gradients, expected)
         if result.outcome == "exact":
-            export(packed_model, model_dir, path / "export", world)
+            words = {f"w{i}": i for i in range(SIZE_OF["vocab_size"])}
+            tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")))
+            source = ModelSource(str(model_dir), load_config(str(model_dir), TextFamily()))
+            export(packed_model, source, TextFamily(), tokenizer, path / "export", world)
             if (fault := find_fault(model_dir, path / "export")) is not None:
                 return Result("wrong", f"export: {fault}")
         return result
     except Exception as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        is_ours = raised_in.is_relative_to(ROOT) and "site-packages" not in raised_in.parts
-        if isinstance(error, ValueError) and is_ours:
-            return Result("refused", " ".join(str(error).replace(f"{model_dir}: ", "").split()))
-        return Result("not built", f"fails by itself: {own_error}") if own_error else Result("crashed", describe(error))
+        result = architectures.explain(error, model_dir)
+        return own_error or result if result.outcome == "crashed" else result
 
 
 def main() -> None:
-    parser = make_parser(__doc__, seconds=180.0)
+    parser = architectures.make_parser(__doc__, seconds=180.0)
     args = parser.parse_args()
-    model_types = choose_types(parser, args, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, AutoModelForMultimodalLM)
-    results = judge_all(model_types, judge, processes=args.processes, seconds=args.seconds)
+    known = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    model_types = architectures.choose_types(parser, args, known, AutoModelForMultimodalLM)
     title = (
         f"Multi-modal types of transformers on text, {describe_versions('transformers', 'torch')}, CPU, fp32: a packed"
         f" row of {', '.join(map(str, LENGTHS))} tokens, and an export"
     )
-    keep_table(results, title, "architectures_multimodal.txt", is_whole=args.types is None)
+    architectures.judge_all(model_types, judge, args, title, "architectures_multimodal.txt")
 
 
 if __name__ == "__main__":

@@ -31,10 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import paths
-
-ROOT = paths.ROOT
-
+import paths  # noqa: F401
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -243,10 +240,10 @@ KINDS: dict[str, Callable[[Script], Any]] = {
 # Templates and tokenizers
 
 
-def find_templates(paths: Sequence[str]) -> dict[str, str]:
+def find_templates(places: Sequence[str]) -> dict[str, str]:
     """The templates of files and folders, each text once, by path; of *.py files the constants that are templates."""
     found: dict[str, str] = {}
-    for root in map(Path, paths):
+    for root in map(Path, places):
         files = sorted(root.rglob("*")) if root.is_dir() else [root]
         for file in files:
             name = str(file.relative_to(root.parent))
@@ -356,8 +353,11 @@ def judge(script: Script, masked: TokenizedChat, tokenizer: Any) -> Verdict:
     trained = "\x00".join(decode(ids[start:end]) for start, end in runs)
     whole = decode(ids)
     wrong, remarks = [], []
-    if (other := compare_ids(script, ids, tokenizer)) is not None:
-        (wrong if other == "other token ids" else remarks).append(other)
+    form, is_divided = find_form(script, ids, tokenizer)
+    if form is None:
+        wrong.append("other token ids")
+    elif form or is_divided:
+        remarks.append("an answer's beginning is encoded apart" if is_divided else f"contents are given {form}")
     for word in script.words:
         is_own = word.message != NOBODY and is_trained(script, word.message)
         last = word.message == len(script.messages) - 1
@@ -374,8 +374,9 @@ def judge(script: Script, masked: TokenizedChat, tokenizer: Any) -> Verdict:
                 remarks.append(f"{word.kind} is left out by the template")
         elif is_own and word.text not in trained:
             wrong.append(f"{word.kind} of {name_role(script, word)} is not trained")
-    has_stop = bool(runs) and ids[runs[-1][1] - 1] in tokenizer.all_special_ids_of_added
-    prompt = compare_prompt(script, masked, runs, tokenizer)
+    last_trained = tokenizer.added_tokens_decoder.get(ids[runs[-1][1] - 1]) if runs else None
+    has_stop = last_trained is not None and last_trained.special
+    prompt = compare_prompt(script, masked, runs, form, tokenizer)
     return Verdict(None, tuple(dict.fromkeys(wrong)), prompt, has_stop, tuple(dict.fromkeys(remarks)))
 
 
@@ -405,61 +406,46 @@ def list_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def as_given(
-    messages: Sequence[dict[str, Any]],
-    *,
-    as_parts=False,
-    as_text=False,
-    as_json=False,
-    as_reasoning=False,
-    is_empty=False,
-) -> list[dict]:
+# The same messages, with contents or arguments in another form.
+FORMS = ("", "as_parts", "as_text", "as_json", "as_reasoning", "is_empty")
+
+
+def as_given(messages: Sequence[dict[str, Any]], form: str) -> list[dict]:
     """What a user would hand to `apply_chat_template`; reasoning by all of its names."""
     given = []
     for message in copy.deepcopy(list(messages)):
         message = {key: value for key, value in message.items() if key not in ("train", "weight") and value is not None}
         thought, content = message.get("reasoning_content") or message.get("thinking"), message.get("content")
-        if as_reasoning and isinstance(content, str) and (tag := re.search(r"</think>|<channel\|>", content)):
+        is_text = isinstance(content, str)
+        if form == "as_reasoning" and is_text and (tag := re.search(r"</think>|<channel\|>", content)):
             thought, _, content = content.removeprefix("<think>").partition(tag[0])
             message["content"], thought = content.lstrip("\n"), thought.strip("\n")
-        if is_empty and message.get("tool_calls"):
+        if form == "is_empty" and message.get("tool_calls"):
             message.setdefault("content", "")
         if thought:
             message |= dict.fromkeys(("reasoning_content", "thinking", "reasoning"), thought)
-        content = message.get("content")
-        if as_parts and isinstance(content, str) and content:
+        if form == "as_parts" and is_text and content:
             message["content"] = [{"type": "text", "text": content}]
-        if as_text and isinstance(content, list):
+        if form == "as_text" and isinstance(content, list):
             message["content"] = "".join(part["text"] for part in content)
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False) if as_json else arguments
+            if form == "as_json":
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            call["function"]["arguments"] = arguments
         given.append(message)
     return given
 
 
-# The same messages, with contents or arguments in another form.
-FORMS = ({}, *({form: True} for form in ("as_parts", "as_text", "as_json", "as_reasoning", "is_empty")))
-
-
-def apply(tokenizer: Any, script: Script, messages: Sequence[dict], form: dict, **how: Any) -> Any:
+def apply(tokenizer: Any, script: Script, messages: Sequence[dict], form: str, **how: Any) -> Any:
     try:
-        return tokenizer.apply_chat_template(as_given(messages, **form), tools=script.tools, **how)
+        return tokenizer.apply_chat_template(as_given(messages, form), tools=script.tools, **how)
     except Exception:  # other people's programs fail in any way
         return None
 
 
-def compare_ids(script: Script, ids: list[int], tokenizer: Any) -> str | None:
-    form, is_divided = find_form(script, ids, tokenizer)
-    if form is None:
-        return "other token ids"
-    if is_divided:
-        return "an answer's beginning is encoded apart"
-    return next((f"contents are given {key}" for key in form), None)
-
-
-def find_form(script: Script, ids: list[int], tokenizer: Any) -> tuple[dict | None, bool]:
+def find_form(script: Script, ids: list[int], tokenizer: Any) -> tuple[str | None, bool]:
     """The form of the messages that gives these token ids, or others of the same text; and whether they are others."""
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False, skip_special_tokens=False)
     rendered = [(form, apply(tokenizer, script, script.messages, form, return_dict=True)) for form in FORMS]
@@ -469,12 +455,13 @@ def find_form(script: Script, ids: list[int], tokenizer: Any) -> tuple[dict | No
     return (same, True) if exact is None else (exact, False)
 
 
-def compare_prompt(script: Script, masked: TokenizedChat, runs: list[tuple[int, int]], tokenizer: Any) -> str:
+def compare_prompt(
+    script: Script, masked: TokenizedChat, runs: list[tuple[int, int]], form: str | None, tokenizer: Any
+) -> str:
     turns = [i for i, said in enumerate(script.messages) if said["role"] == "assistant" and is_trained(script, i)]
     if not turns or not runs:
         return "nothing of the assistant is trained"
     before = script.messages[: turns[-1]]
-    form, _ = find_form(script, masked.input_ids, tokenizer)
     if form is None:
         return "other token ids"
     prompt = apply(tokenizer, script, before, form, add_generation_prompt=True, return_dict=True)
@@ -590,9 +577,6 @@ def main() -> None:
                 for kind in args.kinds:
                     table.add(name, style, kind, Verdict(refused=f"template: {reason_of(error)}"))
                 continue
-            masker.tokenizer.all_special_ids_of_added = {
-                id for id, token in masker.tokenizer.added_tokens_decoder.items() if token.special
-            }
             for kind in args.kinds:
                 table.add(name, style, kind, try_kind(kind, masker, f"{name} {style} {kind}"))
     num_rows = sum(counter["kept"] + counter["refused"] for counter in table.by_style.values())

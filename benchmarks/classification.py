@@ -18,15 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import paths
+import paths  # noqa: F401
 import pyarrow as pa
 import torch
 import torch.distributed as dist
+from harness import describe_versions, make_options, open_objective, read_clock
 from transformers import AutoModelForSequenceClassification, BertConfig, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
-
-ROOT = paths.ROOT
-from harness import describe_versions, make_options, open_objective, read_clock
 
 from mini_trainer.data.columns.label_columns import SequenceColumns
 from mini_trainer.data.tokenized.mixture import Mixture

@@ -24,15 +24,13 @@ from typing import NamedTuple
 import numpy as np
 import paths
 import torch
+from harness import build_state, describe_versions, make_batch, make_options
+from make_tiny_model import train_tokenizer
+from op_recording import OpRecorder, WaitRecorder
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 from transformers import LlamaConfig, LlamaForCausalLM
-
-ROOT = paths.ROOT
-from harness import build_state, describe_versions, make_batch, make_options
-from make_tiny_model import train_tokenizer
-from op_recording import OpRecorder, WaitRecorder
 
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.model import attention
@@ -41,7 +39,7 @@ from mini_trainer.run.plan.planner import choose_step_options
 from mini_trainer.run.start import choose_method
 from mini_trainer.run.step import TrainState, train_step
 
-NUM_RANKS, NUM_TOKENS, LORA_RANK, RESULTS = 2, 64, 8, ROOT / "benchmarks/results/counts.txt"
+NUM_RANKS, NUM_TOKENS, LORA_RANK, RESULTS = 2, 64, 8, paths.ROOT / "benchmarks/results/counts.txt"
 SHAPE = dict(
     vocab_size=288, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
     tie_word_embeddings=False,
@@ -234,11 +232,11 @@ def main() -> None:
     before = {} if args.before is None else read_counts(args.before.read_text())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}",
                __file__, "--worker"]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(paths.ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         save_models(directory)
-        subprocess.run([*command, made], check=True, cwd=ROOT, env=env)
+        subprocess.run([*command, made], check=True, cwd=paths.ROOT, env=env)
         costs = json.loads((directory / "counts.json").read_text())
         setup_logging("ERROR")
         compiled = list(count_compiled(init_world(), directory))

@@ -22,19 +22,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import paths
-
-ROOT = paths.ROOT
-
 import torch
 from forked import ForkedJob
 from processes import RAISING_RANK, Job, flags, is_alive, list_children, torchrun, torchrun_node
-from soak import newest_checkpoint, read_steps
+from soak import newest_checkpoint, read_hashes, read_steps, send
 from tiny_data import make_samples, write_samples
 from tiny_models import SHAPE, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -68,7 +65,7 @@ class Run:
 
     def command(self, **changes: Any) -> list[str]:
         options = self.inputs | dict(output_dir=self.output_dir, max_steps=self.num_steps, keep_checkpoints=2) | changes
-        return [str(ROOT / "train.py"), *flags(**options)]
+        return [str(paths.ROOT / "train.py"), *flags(**options)]
 
     def start(self, fault: "Fault | None" = None) -> None:
         fault = fault or Fault("", lambda run: None, set())
@@ -81,12 +78,13 @@ class Run:
         self.job = Job([sys.executable, *argv] if alone else torchrun(self.num_ranks, *argv), self.output_dir, env=env)
 
     def steps(self, count: int = 4) -> None:
-        """Waits until this start has taken `count` steps."""
+        """Waits until this start has taken `count` steps, for a fault that strikes then."""
         resumed = self.wait_for_log(r"^(resuming from .*step_(\d+)|starting from step 0)")
         first = int(resumed[2] or 0)
         self.wait_for_log(rf"^step {first + 1}/")  # the metrics have been cut
         self.until(lambda: len(read_steps(self.output_dir)) >= first + count)
         self.job.find_ranks()
+        self.begin = time.monotonic()
 
     def wait_for_log(self, pattern: str) -> re.Match:
         self.until(lambda: re.search(pattern, self.job.log.read_text(), re.MULTILINE))
@@ -99,17 +97,14 @@ class Run:
                 raise RuntimeError(f"the moment for the fault never came:\n{self.job.log.read_text()}")
             time.sleep(pause)
 
-    def writing(self, where: str) -> Path:
+    def writing(self, where: str) -> None:
         """Waits for a write under way in `where`; the loop is tight, since it may last a few milliseconds."""
         self.steps(2)
         self.until(lambda: any((self.output_dir / where).glob(".writing_*")), pause=0)
-        return self.output_dir / where
 
     def send(self, number: int, pids: list[int] | None = None) -> None:
         self.begin = time.monotonic()
-        for pid in self.victims("all") if pids is None else pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        send(number, self.victims("all") if pids is None else pids)
 
     def victims(self, who: str) -> list[int]:
         """Process ids: all with torchrun, torchrun, the ranks, or one rank that is not the first where there is one."""
@@ -139,15 +134,9 @@ class Run:
             return "metrics"
         for path in (*self.output_dir.glob("checkpoints/step_*"), *self.output_dir.glob("hf_format/samples_*")):
             other = self.reference / path.relative_to(self.output_dir)
-            if other.exists() and hashes(path) != hashes(other):
+            if other.exists() and read_hashes(path) != read_hashes(other):
                 return path.name
         return None
-
-
-def hashes(directory: Path) -> dict[str, str]:
-    """Of a checkpoint's or an export's tensors."""
-    files = json.loads((directory / "manifest.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
 
 
 @dataclass
@@ -173,12 +162,7 @@ def in_step(run: Run) -> None:
     time.sleep(random.uniform(0, 0.05))
 
 
-def in_save(run: Run) -> None:
-    run.writing("checkpoints")
-
-
-def in_export(run: Run) -> None:
-    run.writing("hf_format")
+in_save, in_export = partial(Run.writing, where="checkpoints"), partial(Run.writing, where="hf_format")
 
 
 def at_birth(run: Run) -> None:
@@ -194,14 +178,6 @@ def at_start(run: Run) -> None:
     run.job.find_ranks()
 
 
-def kill(when: Callable[[Run], None], who: str) -> Callable[[Run], None]:
-    def strike(run: Run) -> None:
-        when(run)
-        run.send(signal.SIGKILL, run.victims(who))
-
-    return strike
-
-
 def signals(number: int, who: str, when: Callable[[Run], None] = in_step) -> Callable[[Run], None]:
     def strike(run: Run) -> None:
         when(run)
@@ -215,7 +191,6 @@ def signals(number: int, who: str, when: Callable[[Run], None] = in_step) -> Cal
 
 def stop_file(run: Run) -> None:
     run.steps()
-    run.begin = time.monotonic()
     (run.output_dir / "stop").touch()
 
 
@@ -234,15 +209,12 @@ def second_signal(run: Run) -> None:
     run.send(signal.SIGTERM, [run.job.ranks[0]])
 
 
-def injected(run: Run) -> None:
-    run.steps(2)
-    run.begin = time.monotonic()
+injected = partial(Run.steps, count=2)
 
 
 def fill_disk(leave: int) -> Callable[[Run], None]:
     def strike(run: Run) -> None:
         run.steps()
-        run.begin = time.monotonic()
         write_ballast(run.output_dir, leave)
 
     return strike
@@ -278,7 +250,6 @@ def limit_file_size(who: str) -> Callable[[Run], None]:
     def strike(run: Run) -> None:
         run.steps()
         size = min(path.stat().st_size for path in run.reference.glob(f"checkpoints/step_{EVERY}/rank_*")) // 2
-        run.begin = time.monotonic()
         for pid in run.victims(who):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
 
@@ -290,14 +261,12 @@ def limit_memory(run: Run) -> None:
     run.steps()
     (pid,) = run.victims("one")
     size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
-    run.begin = time.monotonic()
     resource.prlimit(pid, resource.RLIMIT_AS, (size, size))
 
 
 def protect_checkpoints(run: Run) -> None:
     run.steps()
     directory = run.output_dir / "checkpoints"
-    run.begin = time.monotonic()
     sh("mount", "--bind", directory, directory)
     sh("mount", "-o", "remount,bind,ro", directory)
 
@@ -309,8 +278,7 @@ def refused(run: Run) -> None:
 
 def second_run(run: Run) -> None:
     run.steps()
-    run.begin = time.monotonic()
-    second = subprocess.run([sys.executable, *run.command()], cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    second = subprocess.run([sys.executable, *run.command()], cwd=paths.ROOT, capture_output=True, text=True)
     run.said_elsewhere = f"code {second.returncode}: {second.stderr}"
     run.send(signal.SIGTERM)
 
@@ -366,8 +334,9 @@ TERM = signals(signal.SIGTERM, "all")
 TOO_LARGE = r"File too large.*needs [\d,]+ bytes, the disk has [\d,]+ free"
 NO_SPACE = r"No space left on device.*needs [\d,]+ bytes, the disk has [\d,]+ free"
 FAULTS = [
-    *[Fault(f"kill -9 of {words}, {moment}", kill(when, who), NOTHING if who == "all" else DIED | more,
-            ranks=(1, 2, 4) if who != "one" else (2, 4), needs_torchrun=who == "torchrun")
+    *[Fault(f"kill -9 of {words}, {moment}", signals(signal.SIGKILL, who, when),
+            NOTHING if who == "all" else DIED | more, ranks=(1, 2, 4) if who != "one" else (2, 4),
+            needs_torchrun=who == "torchrun")
       for moment, when, more in [("in a step", in_step, set()), ("in a save", in_save, set()),
                                  ("in an export", in_export, set()), ("while loading", at_start, NOTHING),
                                  ("as the ranks are started", at_birth, NOTHING)]
@@ -387,7 +356,7 @@ FAULTS = [
     # A stopped rank cannot end by itself, and is not woken: another one of its host kills it.
     Fault("a second signal, in a step that does not end", second_signal, {"interrupted"}, "without saving", (2, 4)),
     Fault("a rank raises", injected, {"failed"}, "error: rank 1 .*injected: a bug of rank 1", (2, 4),
-          env={"PYTHONPATH": "{root}:" + str(ROOT)}),
+          env={"PYTHONPATH": "{root}:" + str(paths.ROOT)}),
     Fault("SIGSTOP of a rank, --hang-timeout 6", signals(signal.SIGSTOP, "one"), {"hang"},
           r"rank \d .*sent no heartbeat", (2, 4), options=dict(hang_timeout=HANG_TIMEOUT)),
     Fault("out of memory on one rank", limit_memory, {"out_of_memory"}, "out of memory in .*lower --max-tok"),
@@ -408,7 +377,7 @@ FAULTS = [
           after=lambda run: sh("mount", "-o", "remount,rw", run.output_dir)),
     Fault("a second run on the same directory", second_run, REQUEUE, "(?s)code 7: .*is in use by the run with pid"),
     Fault("torn last line of the metrics", TERM, REQUEUE, "resuming from", before=tear_metrics),
-    Fault("kill -9 of all, to leave checkpoints", kill(in_step, "all"), NOTHING),
+    Fault("kill -9 of all, to leave checkpoints", signals(signal.SIGKILL, "all"), NOTHING),
     Fault("the newest checkpoint has a flipped bit", TERM, REQUEUE, "is not valid: rank_.*SHA-256.*renamed to",
           before=flip_bit),
     Fault("the newest checkpoint has a pickle in it", TERM, REQUEUE, "is not valid: .metadata does not belong",
@@ -538,15 +507,12 @@ def run_reference(run: Run) -> None:
 
 def two_runs_at_once(run: Run, table: Table) -> None:
     """Two runs on one node, started together; each is the undisturbed one."""
-    runs = [SimpleNamespace(run=Run(run.num_ranks, run.root, run.root / f"twin_{i}_{run.num_ranks}", run.reference,
-                                    run.inputs)) for i in range(2)]  # fmt: skip
-    jobs = []
-    for twin in runs:
-        argv = twin.run.command(max_steps=40)
-        command = [sys.executable, *argv] if run.num_ranks == 1 else torchrun(run.num_ranks, *argv)
-        jobs.append(Job(command, twin.run.output_dir))
+    twins = [replace(run, output_dir=run.root / f"twin_{i}_{run.num_ranks}", num_steps=40) for i in range(2)]
+    for twin in twins:
+        twin.start()
+    jobs = [twin.job for twin in twins]
     problems = [f"a run ended with {job.process.returncode}" for job in jobs if job.process.wait() != 0]
-    problems += [f"{difference} differ" for twin in runs if (difference := twin.run.find_difference())]
+    problems += [f"{difference} differ" for twin in twins if (difference := twin.find_difference())]
     table.add("two runs on one node at once", run.num_ranks, "-", jobs[0].outcome()["name"], 0, problems)
 
 
@@ -561,7 +527,7 @@ def non_finite(run: Run, table: Table) -> None:
     samples[0] = ([VOCAB_SIZE - 1] * 9, [3] * 9)
     write_samples(inputs["data_path"], samples)
     output_dir = run.root / f"infinite_run_{run.num_ranks}"
-    twin = Run(run.num_ranks, run.root, output_dir, run.reference, inputs)
+    twin = replace(run, output_dir=output_dir, inputs=inputs, num_steps=NUM_STEPS)
     messages, problems = [], []
     for _ in range(2):
         twin.start()
@@ -598,60 +564,58 @@ def cut_network(run: Run, table: Table) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         table.add(f"{name}: this machine does not allow network namespaces ({error})", 2, "-", "-", "-", [])
         return
-    twin = Run(2, run.root, run.root / "two_nodes", run.reference, run.inputs, num_steps=run.num_steps)
-    problems, lost = [], "-"
+    twin, problems = replace(run, output_dir=run.root / "two_nodes"), []
     try:
-        for attempt in range(2):
-            jobs = []
-            for i, (host, device) in enumerate(zip(hosts, ("fta", "ftb"), strict=True)):
-                argv = torchrun_node(2, 29500, *twin.command(hang_timeout=HANG_TIMEOUT))
-                argv = [word.replace("127.0.0.1", "10.231.7.1") for word in argv]
-                argv[3:3] = [f"--local-addr=10.231.7.{i + 1}", f"--rdzv-conf=is_host={1 - i}"]
-                job = Job(["ip", "netns", "exec", host, *argv], twin.output_dir.with_name(f"node_{attempt}_{i}"),
-                          env={"GLOO_SOCKET_IFNAME": device})  # fmt: skip
-                jobs.append(job)
-            twin.job = SimpleNamespace(process=jobs[0].process, log=jobs[0].log, ranks={}, find_ranks=lambda: None)
-            if attempt == 1:
-                rows = len(read_steps(twin.output_dir))
-            logs = [job.log for job in jobs]
-            twin.until(lambda logs=logs: any("resuming from" in log.read_text() or "starting from" in log.read_text()
-                                             for log in logs))  # fmt: skip
-            if attempt == 0:
-                twin.until(lambda: len(read_steps(twin.output_dir)) > 8)
-                pids = [pid for job in jobs for pid in (job.process.pid, *list_children(job.process.pid))]
-                begin = time.monotonic()
-                sh("ip", "-n", hosts[1], "link", "set", "ftb", "down")
-                ranks = [pid for pid in pids if b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
-                ranks = [pid for pid in ranks if pid not in [job.process.pid for job in jobs]]
-                while any(map(is_alive, ranks)) and time.monotonic() < begin + 120:
-                    time.sleep(0.02)
-                seconds = time.monotonic() - begin
-                while any(job.process.poll() is None for job in jobs) and time.monotonic() < begin + 300:
-                    time.sleep(0.02)
-                all_seconds = time.monotonic() - begin
-                outcome = json.loads((twin.output_dir / "exit.json").read_text())["name"]
-                stacks = sorted(path.name for path in (twin.output_dir / "errors").iterdir())
-                if stacks != ["rank_0.txt", "rank_1.txt"]:
-                    problems.append(f"stacks: {stacks}")
-                if outcome != "hang":
-                    problems.append(f"exit.json says {outcome}")
-                sh("ip", "-n", hosts[1], "link", "set", "ftb", "up")
-            else:
-                text = "".join(log.read_text() for log in logs)
-                resumed = int(re.search(r"resuming from .*step_(\d+)", text)[1])
-                lost = rows - resumed
-                (twin.output_dir / "stop").touch()
-                for job in jobs:
-                    job.process.wait(timeout=120)
-            for job in jobs:
-                job.kill()
+        jobs = start_nodes(twin, hosts, attempt=0)
+        twin.until(lambda: len(read_steps(twin.output_dir)) > 8)
+        children = [pid for job in jobs for pid in list_children(job.process.pid)]
+        ranks = [pid for pid in children if b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
+        begin = time.monotonic()
+        sh("ip", "-n", hosts[1], "link", "set", "ftb", "down")
+        while any(map(is_alive, ranks)) and time.monotonic() < begin + 120:
+            time.sleep(0.02)
+        seconds = time.monotonic() - begin
+        while any(job.process.poll() is None for job in jobs) and time.monotonic() < begin + 300:
+            time.sleep(0.02)
+        all_seconds = time.monotonic() - begin
+        outcome = json.loads((twin.output_dir / "exit.json").read_text())["name"]
+        stacks = sorted(path.name for path in (twin.output_dir / "errors").iterdir())
+        if stacks != ["rank_0.txt", "rank_1.txt"]:
+            problems.append(f"stacks: {stacks}")
+        if outcome != "hang":
+            problems.append(f"exit.json says {outcome}")
+        sh("ip", "-n", hosts[1], "link", "set", "ftb", "up")
+        for job in jobs:
+            job.kill()
+        rows = len(read_steps(twin.output_dir))
+        jobs = start_nodes(twin, hosts, attempt=1)
+        resumed = re.search(r"resuming from .*step_(\d+)", "".join(job.log.read_text() for job in jobs))
+        (twin.output_dir / "stop").touch()
+        for job in jobs:
+            job.process.wait(timeout=120)
+            job.kill()
         difference = twin.find_difference()
         if difference:
             problems.append(f"{difference} differ")
-        table.add(name, "2 nodes", f"{seconds:.1f} (torchrun {all_seconds:.1f})", outcome, lost, problems)
+        shown = f"{seconds:.1f} (torchrun {all_seconds:.1f})"
+        table.add(name, "2 nodes", shown, outcome, rows - int(resumed[1]), problems)
     finally:
         for host in hosts:
             sh("ip", "netns", "del", host)
+
+
+def start_nodes(run: Run, hosts: list[str], *, attempt: int) -> list[Job]:
+    """A torchrun of one rank in each network namespace; returns once a rank says what it starts from."""
+    jobs = []
+    for i, (host, device) in enumerate(zip(hosts, ("fta", "ftb"), strict=True)):
+        argv = torchrun_node(2, 29500, *run.command(hang_timeout=HANG_TIMEOUT))
+        argv = [word.replace("127.0.0.1", "10.231.7.1") for word in argv]
+        argv[3:3] = [f"--local-addr=10.231.7.{i + 1}", f"--rdzv-conf=is_host={1 - i}"]
+        log = run.output_dir.with_name(f"node_{attempt}_{i}")
+        jobs.append(Job(["ip", "netns", "exec", host, *argv], log, env={"GLOO_SOCKET_IFNAME": device}))
+    run.job = jobs[0]
+    run.until(lambda: any(re.search("(resuming|starting) from", job.log.read_text()) for job in jobs))
+    return jobs
 
 
 def sh(*command: object) -> None:

@@ -12,17 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import paths
-
-ROOT = paths.ROOT
-
 import gguf
 import numpy as np
+import paths
 import torch
+from harness import describe_versions
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mini_trainer.use.exporters.gguf_file import write_gguf
@@ -79,7 +76,7 @@ def compare_files(one: Path, other: Path) -> tuple[int, list[str], list[str]]:
 def ask(python: str, path: Path, requests: Sequence[dict[str, Any]], **settings: object) -> dict[str, Any]:
     """What llama.cpp replies in another Python: tests/engines/asked_llama_cpp.py."""
     done = subprocess.run(
-        [python, ROOT / "tests" / "engines" / "asked_llama_cpp.py"],
+        [python, paths.ROOT / "tests" / "engines" / "asked_llama_cpp.py"],
         input=json.dumps(dict(model=str(path), requests=requests, **settings)),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -165,7 +162,7 @@ def main() -> None:
         [args.llama_cpp, "-c", "import llama_cpp; print(llama_cpp.__version__)"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "gguf"))
+    packages = describe_versions("torch", "transformers", "gguf")
     print(f"{packages}, llama-cpp-python {shown.stdout.strip()} and the converter of its llama.cpp; CPU, 1 thread")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work_dir:

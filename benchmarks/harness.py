@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from mini_trainer.data.chat.conversation import TokenizedChat, TrainedSpan
-from mini_trainer.data.columns.base import IGNORED, PREFERENCE
+from mini_trainer.data.columns.base import IGNORED, PREFERENCE, Sample
 from mini_trainer.data.columns.encoding import add_mismatched, pair_up
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN, TextColumns
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -95,6 +95,20 @@ def make_batch(rows: list[list[np.ndarray]], *, step: int = 0, world: World) -> 
 def pack_sequences(sequences: Sequence[np.ndarray]) -> MicroBatch:
     """A micro-batch of sequences of token ids, all trained."""
     return CausalLM().pack([{"input_ids": ids, "labels": ids} for ids in sequences])
+
+
+def pad_samples(samples: Sequence[Sample], device: torch.device) -> dict[str, torch.Tensor]:
+    """A batch of transformers, padded on the right: (samples, longest) each."""
+
+    def pad(rows: list[np.ndarray], value: int) -> torch.Tensor:
+        tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
+
+    return {
+        "input_ids": pad([sample["input_ids"] for sample in samples], 0),
+        "labels": pad([sample["labels"] for sample in samples], IGNORED),
+        "attention_mask": pad([np.ones_like(sample["input_ids"]) for sample in samples], 0),
+    }
 
 
 def count_targets(micro_batch: MicroBatch) -> int:

@@ -25,9 +25,6 @@ from pathlib import Path
 import paths
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-ROOT = paths.ROOT
-
 from make_tiny_model import save_tiny_model, train_tokenizer
 from tiny_data import write_jsonl
 
@@ -131,7 +128,7 @@ def shorten(said: str, checkout: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", type=Path, default=ROOT)
+    parser.add_argument("--checkout", type=Path, default=paths.ROOT)
     args = parser.parse_args()
     checkout, failures = args.checkout.resolve(), 0
     print("| input | ends with | seconds | MB | says |\n| --- | --- | --- | --- | --- |", flush=True)
@@ -144,7 +141,7 @@ def main() -> None:
         (work / "prompts.txt").write_text("Which is 3?\n")
         model = ("--model-name-or-path", "model")
         made = measure(
-            ROOT, work, ("process-data", "--input-file", "rows.jsonl", "--output-file", "data.arrow", *model)
+            paths.ROOT, work, ("process-data", "--input-file", "rows.jsonl", "--output-file", "data.arrow", *model)
         )
         assert made[0] == "0", made
         for name, (write, words) in CASES.items():

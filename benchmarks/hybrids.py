@@ -13,17 +13,14 @@ import argparse
 import tempfile
 
 import numpy as np
-import paths
+import paths  # noqa: F401
 import torch
 import torch.distributed as dist
+from harness import build, describe_versions, make_options, pack_sequences, pad_samples, time_call
 from transformers import AutoModelForCausalLM, Lfm2Config, NemotronHConfig, PreTrainedConfig, Qwen3_5TextConfig
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-ROOT = paths.ROOT
-from harness import build, describe_versions, make_options, pack_sequences, time_call
-
 from mini_trainer.batch_packer import pack_batch
-from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.distributed.world import init_world, setup_logging
 
 SHAPE = dict(vocab_size=8000, hidden_size=256, intermediate_size=768, num_attention_heads=4, num_key_value_heads=2)
@@ -63,11 +60,10 @@ def step_packed(model, samples: list[np.ndarray], *, max_tokens: int) -> float:
 def step_padded(model, samples: list[np.ndarray], *, size: int) -> float:
     total = 0.0
     for start in range(0, len(samples), size):
-        group = [torch.from_numpy(ids) for ids in samples[start : start + size]]
-        ids = torch.nn.utils.rnn.pad_sequence(group, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in group], batch_first=True)
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        targets = torch.where(mask == 1, ids, IGNORED)[:, 1:]
+        group = [{"input_ids": ids, "labels": ids} for ids in samples[start : start + size]]
+        padded = pad_samples(group, model.device)
+        targets = padded.pop("labels")[:, 1:]
+        logits = model(**padded, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="sum")
         loss.backward()
         total += loss.item()

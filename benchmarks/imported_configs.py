@@ -11,10 +11,9 @@ import argparse
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import paths
+import paths  # noqa: F401
 import yaml
 
-ROOT = paths.ROOT
 from mini_trainer.options import TrainOptions, flatten_options, group_options
 from mini_trainer.options.option_files import parse_value, read_yaml
 from mini_trainer.options.problems.finding import find_problems

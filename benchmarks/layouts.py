@@ -24,13 +24,12 @@ import sys
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
-import paths
+import paths  # noqa: F401
+import scaling
 import torch
-from transformers import LlamaConfig
-
-ROOT = paths.ROOT
 from harness import describe_versions
-from scaling import GPUS_PER_NODE, Communication, Costs, Network, Simulated, assume_costs, simulate_step
+from scaling import GPUS_PER_NODE, Communication, Costs, Simulated, assume_costs, simulate_step
+from transformers import LlamaConfig
 
 from mini_trainer.distributed.world import setup_logging
 from mini_trainer.model.context_parallel import count_key_heads
@@ -158,9 +157,7 @@ class LaidOut:
     tokens_per_second: float = 0.0  # of a GPU
 
 
-def lay_out_step(
-    model: LayoutModel, layout: Layout, lengths: np.ndarray, *, network: Network, args: argparse.Namespace
-) -> LaidOut:
+def lay_out_step(model: LayoutModel, layout: Layout, lengths: np.ndarray, args: argparse.Namespace) -> LaidOut:
     """A global batch of `lengths` in a layout, with the largest micro-batch that fits up to MOST_TOKENS."""
     num_sharing, num_gpus = layout.num_sharing, args.gpus
     least, limit = -(-int(lengths.max()) // num_sharing), 1e9 * args.memory_gb * (1 - SPARE)
@@ -177,8 +174,8 @@ def lay_out_step(
     )  # fmt: skip
     step = simulate_step(
         lengths, share=1.0, num_ranks=num_gpus // num_sharing, max_tokens=sizes[0] * num_sharing,
-        costs=Costs(filled.fixed, *(part / num_sharing for part in astuple(filled)[1:])), network=network,
-        communication=communication,
+        costs=Costs(filled.fixed, *(part / num_sharing for part in astuple(filled)[1:])),
+        network=scaling.read_network(args), communication=communication,
     )  # fmt: skip
     # Forward, forward once more, backward: queries and outputs, keys and values of all of a rank's tokens, in bf16.
     num_tokens = lengths.sum() / num_gpus
@@ -199,14 +196,14 @@ def draw_long(longest: int, num_tokens: int) -> np.ndarray:
     return drawn[: np.searchsorted(np.cumsum(drawn), num_tokens) + 1]
 
 
-def print_layouts(network: Network, args: argparse.Namespace) -> None:
+def print_layouts(args: argparse.Namespace) -> None:
     num_gpus, best = args.gpus, []
     for name in args.models:
         model = measure_model(name, args)
         for length_name, longest in LENGTHS.items():
             lengths = draw_long(longest, args.batch_tokens)
             layouts = [Layout(n, shards) for n in args.sharing for shards in (*args.shards, num_gpus)]
-            found = [lay_out_step(model, layout, lengths, network=network, args=args) for layout in layouts]
+            found = [lay_out_step(model, layout, lengths, args) for layout in layouts]
             chosen = max(found, key=lambda each: each.tokens_per_second)
             print(f"\n{name}, samples of {lengths.min():,} to {longest:,} tokens, {len(lengths):,} of them a batch:\n")
             print(f"| {COLUMNS}\n{'| --- ' * 11}|")
@@ -251,19 +248,13 @@ def main() -> None:
     parser.add_argument("--memory-gb", type=float, default=80, help="of a GPU; a tenth stays free")
     parser.add_argument("--batch-tokens", type=int, default=1 << 26)
     parser.add_argument("--sustained-tflops", type=float, default=360, help="of an H100: as measured; its peak is 989")
-    parser.add_argument("--fixed-ms", type=float, default=5, help="of a micro-batch")
-    parser.add_argument("--node-bandwidth", type=float, default=300, help="GB/s of a GPU's collectives in a node")
-    parser.add_argument("--network-bandwidth", type=float, default=160, help="GB/s of the same over nodes")
     parser.add_argument("--nic-bandwidth", type=float, default=45, help="GB/s of one GPU's own network card")
-    parser.add_argument("--node-latency", type=float, default=3, help="µs a hop")
-    parser.add_argument("--network-latency", type=float, default=10, help="µs a hop")
+    scaling.add_machine(parser)
     args = parser.parse_args()
     setup_logging("ERROR")
-    network = Network(1e9 * args.node_bandwidth, 1e9 * args.network_bandwidth, 1e-6 * args.node_latency,
-                      1e-6 * args.network_latency)  # fmt: skip
     print(f"python benchmarks/layouts.py {' '.join(sys.argv[1:])}\n{describe_versions('torch', 'transformers')}")
     print(f"{vars(args)}")
-    print_layouts(network, args)
+    print_layouts(args)
 
 
 if __name__ == "__main__":

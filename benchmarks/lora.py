@@ -14,16 +14,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import paths
-import torch
-import torch.distributed as dist
-from torch import nn
-from transformers import AutoModelForCausalLM
-
-ROOT = paths.ROOT
 import numpy as np
+import paths
+import torch.distributed as dist
 from harness import build_state, count_state_bytes, make_batch, make_options, write_random_data
-from train_step import LORA_RANK, SHAPES, make_config, make_method, save_random_model
+from torch import nn
+from train_step import LORA_RANK, SHAPES, make_config, make_empty_model, make_method, save_random_model
 
 from mini_trainer.distributed.world import init_world, setup_logging
 from mini_trainer.run.plan.planner import choose_step_options
@@ -35,8 +31,7 @@ NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 def count_by_arithmetic(shape: str, method: str) -> float:
     """Bytes of a rank that is alone: weights, gradients and moments."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config(shape))
+    model = make_empty_model(make_config(shape))
     num_all = sum(param.numel() for param in model.parameters())
     if method == "ours":
         return 16 * num_all
@@ -50,7 +45,7 @@ def count_by_arithmetic(shape: str, method: str) -> float:
 def main() -> None:
     arguments = sys.argv[1:]
     subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/train_step.py"), *arguments, "--methods", *METHODS], check=True
+        [sys.executable, str(paths.ROOT / "benchmarks/train_step.py"), *arguments, "--methods", *METHODS], check=True
     )
     setup_logging("ERROR")
     shape = arguments[arguments.index("--shape") + 1] if "--shape" in arguments else "small"

@@ -25,12 +25,10 @@ from pathlib import Path
 
 import numpy as np
 import paths
-from transformers import AutoModelForCausalLM, Qwen3Config
-
-ROOT = paths.ROOT
 import pyarrow as pa
 from harness import make_random_answers, write_random_data
 from make_tiny_model import train_tokenizer
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from mini_trainer.data.columns.base import COLUMNS
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer, load_tokenizer
@@ -48,7 +46,7 @@ RUNS = {  # the kind of data, and flags
     "kto": ("feedback", ["--objective", "kto"]),
     "reward": ("preference", ["--objective", "reward"]),
 }
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(paths.ROOT), "HF_HUB_OFFLINE": "1"}
 
 
 def write_model(path: Path, *, hidden_size: int, num_layers: int, vocab_size: int) -> None:
@@ -80,7 +78,7 @@ def write_data(path: Path, kind: str, tokenizer_dir: Path) -> None:
 
 def call(*command: object, **env: str) -> str:
     result = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=ENV | env, capture_output=True, text=True, check=False
+        list(map(str, command)), cwd=paths.ROOT, env=ENV | env, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

@@ -32,14 +32,12 @@ import tempfile
 from collections.abc import Iterator
 
 import numpy as np
-import paths
+import paths  # noqa: F401
 import torch
 import torch.distributed as dist
+from harness import build_state, count_state_bytes, make_batch, make_options, read_clock, time_call
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
-
-ROOT = paths.ROOT
-from harness import build_state, count_state_bytes, make_batch, make_options, read_clock, time_call
 
 from mini_trainer.distributed.world import World, init_world, setup_logging
 from mini_trainer.model.build import choose_compute_dtype

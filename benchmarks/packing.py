@@ -29,8 +29,6 @@ import paths
 from numba import njit
 from step_costs import sum_step_costs
 
-ROOT = paths.ROOT
-
 from mini_trainer.batch_packer import cost_samples, pack_batch
 
 GSM8K_PERCENTS = [0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 99.9, 100]
@@ -43,21 +41,9 @@ CHARACTERS_PER_TOKEN = 3.6
 # --- Lengths ------------------------------------------------------------------------------------------------
 
 
-def draw_gsm8k(rng: np.random.Generator, n: int) -> np.ndarray:
-    return np.interp(100 * rng.random(n), GSM8K_PERCENTS, GSM8K_TOKENS)
-
-
-def draw_chats(rng: np.random.Generator, n: int) -> np.ndarray:
-    return rng.lognormal(6.2, 1.0, n)
-
-
 def draw_bimodal(rng: np.random.Generator, n: int) -> np.ndarray:
     lengths = np.where(rng.random(n) < 0.85, rng.normal(300, 60, n), rng.normal(2500, 400, n))
     return np.where(rng.random(n) < 0.01, 8000, lengths)
-
-
-def draw_power_law(rng: np.random.Generator, n: int) -> np.ndarray:
-    return 64 * (1 + rng.pareto(1.2, n))
 
 
 def draw_long_mixture(rng: np.random.Generator, n: int) -> np.ndarray:
@@ -72,10 +58,10 @@ def draw_triplets(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 DISTRIBUTIONS: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], int]] = {
-    "gsm8k": (draw_gsm8k, 4096),
-    "chats": (draw_chats, 16384),
+    "gsm8k": (lambda rng, n: np.interp(100 * rng.random(n), GSM8K_PERCENTS, GSM8K_TOKENS), 4096),
+    "chats": (lambda rng, n: rng.lognormal(6.2, 1.0, n), 16384),
     "bimodal": (draw_bimodal, 8192),
-    "power": (draw_power_law, 32768),
+    "power": (lambda rng, n: 64 * (1 + rng.pareto(1.2, n)), 32768),
     "long": (draw_long_mixture, 32768),
     "triplets": (draw_triplets, 4096),
 }
@@ -316,7 +302,7 @@ def measure_first_call() -> None:
         "print(loaded - start, time.perf_counter() - start)"
     )
     with tempfile.TemporaryDirectory() as cache:
-        env = {"NUMBA_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "PATH": "", "PYTHONPATH": str(ROOT)}
+        env = {"NUMBA_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "PATH": "", "PYTHONPATH": str(paths.ROOT)}
         command = [sys.executable, "-c", program]
         runs = [subprocess.check_output(command, env=env, text=True).split() for _ in range(6)]
     first, *later = [[float(seconds) for seconds in run] for run in runs]

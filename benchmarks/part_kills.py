@@ -19,9 +19,6 @@ import time
 from pathlib import Path
 
 import paths
-
-ROOT = paths.ROOT
-
 from tokenization import generate_messages, train_tokenizer
 
 from mini_trainer.options.reading import hash_file
@@ -30,7 +27,7 @@ NUM_PARTS = 4
 
 
 def start(root: Path, folder: Path, *words: str) -> subprocess.Popen:
-    command = [sys.executable, str(ROOT / "process_data.py"), "--input-file", str(root / "rows.jsonl")]
+    command = [sys.executable, str(paths.ROOT / "process_data.py"), "--input-file", str(root / "rows.jsonl")]
     command += ["--model-name-or-path", str(root / "tokenizer"), "--num-proc", "1", "--preview", "0"]
     command += ["--output-file", str(folder / "out.arrow"), *words]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -16,11 +16,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import paths
-
-ROOT = paths.ROOT
-
 import numpy as np
+import paths
 import pyarrow as pa
 from harness import make_random_answers
 from make_tiny_model import train_tokenizer
@@ -137,7 +134,7 @@ def main(words: list[str]) -> None:
             plan = plan_recipe(read_recipe(recipe, model=model, data=data[name_data(recipe)]))
             write_header(recipe, plan)
             problems = "".join(f"\n  PROBLEM {problem}" for problem in plan.problems)
-            print(f"{recipe.relative_to(ROOT)}{problems}\n  {describe_plan(recipe, plan)}", end="", flush=True)
+            print(f"{recipe.relative_to(paths.ROOT)}{problems}\n  {describe_plan(recipe, plan)}", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ import json
 from pathlib import Path
 
 import paths
-
-ROOT = paths.ROOT
 from bad_preference_rows import BAD_FEEDBACK, BAD_PAIRS
 from forked import run_forked
 from processes import flags
 from tiny_models import FAMILIES, save_model, save_tokenizer
 
-RESULTS = ROOT / "benchmarks/results/preference_rows.txt"
+RESULTS = paths.ROOT / "benchmarks/results/preference_rows.txt"
 PLACE = "rows.jsonl:1: "
 
 

@@ -14,14 +14,12 @@ import math
 from pathlib import Path
 
 import paths
-from safetensors.torch import load_file
-
-ROOT = paths.ROOT
 from harness import describe_versions
 from plain_preferences import measure_plainly
 from preference_cases import CASES, NUM_ROWS, Case, Inputs, Measured, make_inputs, run_script
+from safetensors.torch import load_file
 
-RESULTS = ROOT / "benchmarks/results/preferences.txt"
+RESULTS = paths.ROOT / "benchmarks/results/preferences.txt"
 MOMENT = "optimizer/exp_avg/model."  # prefix of a checkpoint's tensors
 HEAD = ("TRL's trainer", "data, options", "loss: ours", "TRL", "plain, fp64", "ours / plain - 1", "TRL / plain - 1",
         "gradient norm: ours / TRL - 1", "largest error of a gradient: ours", "TRL", "")  # fmt: skip

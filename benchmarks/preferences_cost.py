@@ -22,11 +22,9 @@ import numpy as np
 import paths
 import pyarrow as pa
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-ROOT = paths.ROOT
 from harness import describe_versions
 from tiny_models import save_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.preference_columns import PreferenceColumns
@@ -63,8 +61,8 @@ def write_data(path: Path, rows: list[dict], schema: pa.Schema, model: Path, obj
 def run(name: str, folder: Path, round_number: int, *options: object) -> tuple[float, float]:
     """Seconds of a step, the median without the first; GB of memory at the peak."""
     output = folder / f"{name}_{round_number}"
-    command = [sys.executable, ROOT / "train.py", "--model-name-or-path", folder / "model", "--output-dir", output,
-               "--max-steps", NUM_STEPS, "--compute-dtype", "float32", "--max-tokens-per-gpu", 2048, *options,
+    command = [sys.executable, paths.ROOT / "train.py", "--model-name-or-path", folder / "model", "--output-dir",
+               output, "--max-steps", NUM_STEPS, "--compute-dtype", "float32", "--max-tokens-per-gpu", 2048, *options,
                "--no-save-final-checkpoint", "--activation-checkpointing", "none"]  # fmt: skip
     subprocess.run(list(map(str, command)), check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     steps = [json.loads(line) for line in (output / "training_metrics_0.jsonl").read_text().splitlines()]
@@ -158,7 +156,7 @@ def main() -> None:
     ratios = seconds["dpo"] / seconds["next tokens"], memory["dpo"] / memory["next tokens"]
     text += f"| dpo / next tokens | {ratios[0]:.2f} | {ratios[1]:.2f} |\n"
     print(text)
-    (ROOT / "benchmarks/results/preferences_cost.txt").write_text(text)
+    (paths.ROOT / "benchmarks/results/preferences_cost.txt").write_text(text)
 
 
 if __name__ == "__main__":

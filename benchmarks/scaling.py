@@ -23,20 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
 import paths
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
-
-ROOT = paths.ROOT
 from harness import build, describe_versions, make_options, time_call, write_random_data
 from make_tiny_model import train_tokenizer
 from packing import DISTRIBUTIONS, draw_lengths
-from train_step import SHAPES, make_config, open_world, save_random_model
+from train_step import SHAPES, make_config, make_empty_model, open_world, save_random_model
 
 from mini_trainer.batch_packer import pack_batch
 from mini_trainer.data.columns.base import IGNORED
@@ -60,11 +57,11 @@ def train_in_processes(num_processes: int, model_dir: Path, data_path: Path, arg
     """The metrics of a run of train.py."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}",
-                   str(ROOT / "train.py"), "--model-name-or-path", str(model_dir), "--data-path", str(data_path),
+                   str(paths.ROOT / "train.py"), "--model-name-or-path", str(model_dir), "--data-path", str(data_path),
                    "--output-dir", f"{directory}/run", "--batch-size", str(args.batch_size), "--max-tokens-per-gpu",
                    str(args.max_tokens), "--max-steps", str(args.num_steps + FIRST_STEPS), "--learning-rate", "1e-3",
                    "--lr-scheduler", "constant", "--no-save-final-checkpoint", "--checkpoint-at-epoch"]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=paths.ROOT, check=False)
         if done.returncode != 0:
             sys.exit(f"train.py in {num_processes} processes failed:\n{done.stdout}\n{done.stderr}")
         return [json.loads(line) for line in Path(directory, "run/training_metrics_0.jsonl").read_text().splitlines()]
@@ -99,8 +96,7 @@ class Costs:
     per_pair: float  # half the square of each sample's length, summed
 
     def of(self, lengths: np.ndarray, num_loss_tokens: float) -> float:
-        terms = count_terms(lengths, num_loss_tokens)
-        return float(terms @ np.array([self.fixed, self.per_token, self.per_loss_token, self.per_pair]))
+        return float(count_terms(lengths, num_loss_tokens) @ np.array(astuple(self)))
 
     @property
     def attention_cost(self) -> float:
@@ -265,11 +261,8 @@ def name_limit(step: Simulated) -> str:
     return worst if losses[worst] >= 0.05 * step.total else "computing"
 
 
-def print_simulation(
-    lengths: np.ndarray, share: float, costs: Costs, shape: str, network: Network, args: argparse.Namespace
-) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config(shape))
+def print_simulation(lengths: np.ndarray, share: float, costs: Costs, args: argparse.Namespace) -> None:
+    network, model = read_network(args), make_empty_model(make_config(args.shape))
     block_parameters = [sum(p.numel() for p in block.parameters()) for block in find_blocks(model)]
     other_parameters = sum(p.numel() for p in model.parameters()) - sum(block_parameters)
     random = np.random.default_rng(0)
@@ -277,7 +270,7 @@ def print_simulation(
         (f"{args.samples_per_gpu} samples a GPU", lambda n: args.samples_per_gpu * n),
         (f"{args.fixed_batch_size:,} samples a batch, whatever the number of GPUs", lambda n: args.fixed_batch_size),
     ):
-        print(f"\n{shape}, {name}:\n")
+        print(f"\n{args.shape}, {name}:\n")
         print("| GPUs | micro-batches | step | computing | idle | (in order: idle) | communication | fixed", end="")
         print(" | tokens/s/GPU | packing | limit |")
         print("| --- " * 11 + "|")
@@ -326,12 +319,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--activation-checkpointing", choices=["none", "full"], default="full")
     parser.add_argument("--grad-sync", choices=["every", "last"], default="every", help="micro-batch that reduces")
     parser.add_argument("--sustained-tflops", type=float, default=500, help="of matrix products; 989 is an H200's peak")
+    add_machine(parser)
+    return parser.parse_args()
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `read_network`, and a micro-batch's fixed costs."""
     parser.add_argument("--fixed-ms", type=float, default=5, help="of a micro-batch")
     parser.add_argument("--node-bandwidth", type=float, default=300, help="GB/s of a GPU's collectives in a node")
     parser.add_argument("--network-bandwidth", type=float, default=160, help="GB/s of the same between nodes")
     parser.add_argument("--node-latency", type=float, default=3, help="µs a hop")
     parser.add_argument("--network-latency", type=float, default=10, help="µs a hop")
-    return parser.parse_args()
+
+
+def read_network(args: argparse.Namespace) -> Network:
+    return Network(1e9 * args.node_bandwidth, 1e9 * args.network_bandwidth, 1e-6 * args.node_latency,
+                   1e-6 * args.network_latency)  # fmt: skip
 
 
 def measure_here(args: argparse.Namespace) -> Costs:
@@ -377,21 +380,13 @@ def main() -> None:
     if measured is not None and torch.cuda.is_available():
         costs, source = measured, "costs measured above"
     else:
-        with torch.device("meta"):
-            flops = count_flops(AutoModelForCausalLM.from_config(make_config(args.shape)))
         costs = assume_costs(
-            flops,
+            count_flops(make_empty_model(make_config(args.shape))),
             sustained=1e12 * args.sustained_tflops,
             fixed=1e-3 * args.fixed_ms,
             recompute=args.activation_checkpointing == "full",
         )
         source = f"costs assumed: {args.sustained_tflops:g} TFLOP/s sustained, {args.fixed_ms:g} ms a micro-batch fixed"
-    network = Network(
-        node_bandwidth=1e9 * args.node_bandwidth,
-        network_bandwidth=1e9 * args.network_bandwidth,
-        node_latency=1e-6 * args.node_latency,
-        network_latency=1e-6 * args.network_latency,
-    )
     lengths, share = find_lengths(args)
     print(
         f"\n3. Simulated, {source};\n{args.node_bandwidth:g} GB/s and {args.node_latency:g} µs in a node of"
@@ -400,7 +395,7 @@ def main() -> None:
         f" at most {args.max_tokens_per_gpu:,} tokens in one;\nlengths {lengths.mean():.0f} on average, {lengths.max()}"
         " at most"
     )
-    print_simulation(lengths, share, costs, args.shape, network, args)
+    print_simulation(lengths, share, costs, args)
 
 
 if __name__ == "__main__":

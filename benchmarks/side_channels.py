@@ -32,9 +32,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import paths
+import paths  # noqa: F401
 
-ROOT = paths.ROOT
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as init_world sets it, for ranks that are processes
 

@@ -39,11 +39,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import paths
-
-ROOT = paths.ROOT
-
 import numpy as np
+import paths
 from forked import ForkedJob
 from processes import ENV, Job, flags, is_alive, list_children, torchrun
 from safetensors.numpy import load_file
@@ -69,17 +66,9 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = [
-    Layout(1, False),
-    Layout(1, True),
-    Layout(2, False),
-    Layout(2, True),
-    Layout(3, False),
-    Layout(3, True),
+    *(Layout(num_ranks, is_async) for num_ranks in (1, 2, 3) for is_async in (False, True)),
     Layout(4, True),
-    Layout(4, True, "dora"),
-    Layout(4, False, "dora"),
-    Layout(4, True, "vision"),
-    Layout(4, False, "vision"),
+    *(Layout(4, is_async, kind) for kind in ("dora", "vision") for is_async in (True, False)),
     Layout(1, True, "dpo"),
     Layout(2, False, "dpo"),
     Layout(1, False, "kto"),
@@ -115,7 +104,7 @@ def make_arguments(inputs: dict[str, Path], output_dir: Path, layout: Layout) ->
         async_checkpoint=layout.is_async, activation_checkpointing="none", data_weights=(2, 1), validate_every_steps=8,
         hang_timeout=HANG_TIMEOUT,
     )  # fmt: skip
-    return [str(ROOT / "train.py"), *argv]
+    return [str(paths.ROOT / "train.py"), *argv]
 
 
 def start(num_ranks: int, argv: Sequence[str], output_dir: Path, *, starts: str) -> Job | ForkedJob:
@@ -145,11 +134,16 @@ def hashes(output_dir: Path) -> dict[str, str]:
     found = {}
     exports = (export, output_dir / "hf_format" / "best")
     for directory in (checkpoint, *(path.parent for one in exports for path in sorted(one.rglob("manifest.json")))):
-        files = json.loads((directory / "manifest.json").read_text())["files"]
-        hashed = {f"{directory.relative_to(output_dir)}/{name}": entry["sha256"] for name, entry in files.items()}
-        found |= {name: digest for name, digest in hashed.items() if name.endswith(".safetensors")}
+        place = directory.relative_to(output_dir)
+        found |= {f"{place}/{name}": digest for name, digest in read_hashes(directory).items()}
     rows = map(json.loads, (output_dir / "validation_metrics_0.jsonl").read_text().splitlines())
     return found | {"validations": json.dumps([row | {"seconds": None} for row in rows])}
+
+
+def read_hashes(directory: Path) -> dict[str, str]:
+    """SHA-256 of the files with a checkpoint's or an export's tensors."""
+    files = json.loads((directory / "manifest.json").read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".safetensors")}
 
 
 def newest_checkpoint(output_dir: Path) -> int:

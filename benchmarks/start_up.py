@@ -22,27 +22,10 @@ from pathlib import Path
 
 import paths
 
-ROOT = paths.ROOT
-PROGRAMS = [
-    *("train.py", "process_data.py", "generate.py", "evaluate_model.py", "mini_trainer/tools/score_data.py"),
-    *(
-        "mini_trainer/tools/continual.py",
-        "mini_trainer/tools/draw_samples.py",
-        "mini_trainer/tools/import_config.py",
-        "mini_trainer/tools/merge_adapter.py",
-    ),
-    *(
-        "mini_trainer/tools/board.py",
-        "mini_trainer/tools/export_gguf.py",
-        "mini_trainer/tools/plot_metrics.py",
-        "mini_trainer/tools/sweep/__main__.py",
-        "mini_trainer/tools/verify.py",
-    ),
-    *(
-        "mini_trainer/tools/export_run.py",
-        "mini_trainer/tools/serve.py",
-    ),
-]
+TOOLS = ("score_data", "continual", "draw_samples", "import_config", "merge_adapter", "board", "export_gguf",
+         "plot_metrics", "sweep/__main__", "verify", "export_run", "serve")  # fmt: skip
+PROGRAMS = ["train.py", "process_data.py", "generate.py", "evaluate_model.py"]
+PROGRAMS += [f"mini_trainer/tools/{name}.py" for name in TOOLS]
 TOKENIZER = "from transformers import AutoTokenizer; AutoTokenizer.from_pretrained({model!r})"
 MODEL = """
 import torch
@@ -61,10 +44,10 @@ def make_env(work_dir: Path) -> dict[str, str]:
 def prepare(work_dir: Path, env: dict[str, str]) -> tuple[Path, Path, Path]:
     """Makes the quickstart's chats, one chat, and a model; returns the chats, the chat and the model."""
     chats, one, model = work_dir / "chats" / "train.jsonl", work_dir / "one.jsonl", work_dir / "model"
-    make = [sys.executable, ROOT / "examples/quickstart/make_data.py", "--output-dir", chats.parent]
+    make = [sys.executable, paths.ROOT / "examples/quickstart/make_data.py", "--output-dir", chats.parent]
     subprocess.run(make, env=env, stdout=subprocess.DEVNULL, check=True)
     one.write_text(chats.read_text().splitlines(keepends=True)[0])
-    make = [sys.executable, ROOT / "examples/quickstart/make_tiny_model.py", "--messages-file", chats]
+    make = [sys.executable, paths.ROOT / "examples/quickstart/make_tiny_model.py", "--messages-file", chats]
     subprocess.run([*make, "--output-dir", model, "--vocab-size", "1024"], env=env, capture_output=True, check=True)
     return chats, one, model
 
@@ -109,7 +92,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     work_dir.mkdir(parents=True, exist_ok=True)
     chats, one, model = prepare(work_dir, env)
     make = ["process_data.py", "--input-file", chats, "--output-file", work_dir / "train.arrow"]
-    count_seconds([*make, "--model-name-or-path", model], ROOT, env, work_dir / "output")
+    count_seconds([*make, "--model-name-or-path", model], paths.ROOT, env, work_dir / "output")
     floors = {
         "floor: import torch, transformers": ["-c", LIBRARIES],
         "floor: tokenizer": ["-c", TOKENIZER.format(model=str(model))],
@@ -119,7 +102,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
         ],
     }
     programs = list_runs(work_dir, one, model) | {f"{program} --help": [program, "--help"] for program in PROGRAMS}
-    checkouts = {"now": ROOT} | ({} if args.before is None else {"before": args.before})
+    checkouts = {"now": paths.ROOT} | ({} if args.before is None else {"before": args.before})
     seconds = defaultdict(lambda: defaultdict(list))
     for round_ in range(args.num_rounds + 1):
         for name, command in (floors | programs).items():

@@ -24,9 +24,6 @@ from pathlib import Path
 
 import paths
 import pyarrow as pa
-
-ROOT = paths.ROOT
-
 from make_tiny_model import save_tiny_model, train_tokenizer
 from tiny_data import write_jsonl, write_rows
 
@@ -50,7 +47,7 @@ class Stored:
 def run(root: Path, *words: str) -> tuple[int | None, str]:
     """Exit code, None if it does not end, and output."""
     command = [sys.executable, "-m", "mini_trainer", *words]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(root / "home"), "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"PYTHONPATH": str(paths.ROOT), "HOME": str(root / "home"), "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:

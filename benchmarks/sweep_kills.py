@@ -11,7 +11,6 @@ were enough kills. Exits with 1, and keeps the directory, if not.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,11 +24,10 @@ import time
 from pathlib import Path
 
 import paths
-
-ROOT = paths.ROOT
-
 import yaml
+from harness import describe_versions
 from processes import ENV, is_alive, list_children
+from tiny_data import read_lines
 
 TIMES = ("seconds", "time_per_batch", "data_wait_seconds", "tokens_per_second", "samples_per_second",
          "peak_memory_usage_GB")  # fmt: skip
@@ -39,7 +37,7 @@ SECONDS_TO_TRAIN = 600
 
 
 def run_program(*words: object) -> None:
-    subprocess.run([sys.executable, *map(str, words)], check=True, capture_output=True, env=ENV, cwd=ROOT)
+    subprocess.run([sys.executable, *map(str, words)], check=True, capture_output=True, env=ENV, cwd=paths.ROOT)
 
 
 def make_settings(root: Path, *, num_steps: int) -> Path:
@@ -131,12 +129,11 @@ def read(root: Path) -> dict[str, object]:
     """The table of trials, best first, and every run's metrics and validations without times."""
     found: dict[str, object] = {"trials": json.loads((root / "results.json").read_text())["trials"]}
     paths = sorted(root.glob("trial_*/run/*_metrics_0.jsonl"))
-    return found | {str(path.relative_to(root)): read_lines(path) for path in paths}
+    return found | {str(path.relative_to(root)): read_metrics(path) for path in paths}
 
 
-def read_lines(path: Path) -> list[dict]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+def read_metrics(path: Path) -> list[dict]:
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in read_lines(path)]
 
 
 def train_again(sweep: Path) -> list[str]:
@@ -144,7 +141,7 @@ def train_again(sweep: Path) -> list[str]:
     run_program("train.py", "--config", sweep / "best.yaml", "--output-dir", sweep / "best")
     number = json.loads((sweep / "results.json").read_text())["trials"][0]["number"]
     paths = list((sweep / f"trial_{number}" / "run").glob("*_metrics_0.jsonl"))
-    return [path.name for path in paths if read_lines(path) != read_lines(sweep / "best" / path.name)]
+    return [path.name for path in paths if read_metrics(path) != read_metrics(sweep / "best" / path.name)]
 
 
 def say(text: str) -> None:
@@ -177,7 +174,7 @@ def main() -> None:
     differing += train_again(root / "sweep")
     say(f"the best one trained again by hand: differing: {len(differing)}")
     print((root / "sweep.log").read_text().rpartition("\ntrial_")[2].partition("\n")[2].rpartition("\ncurves: ")[0])
-    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "optuna"))
+    packages = describe_versions("torch", "transformers", "optuna")
     say(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {packages}")
     if differing:
         sys.exit(f"not the same; {root} is kept")

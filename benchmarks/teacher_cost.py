@@ -22,14 +22,12 @@ from pathlib import Path
 import numpy as np
 import paths
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-ROOT = paths.ROOT
-from harness import build, build_state, describe_versions, make_options, time_call, watch_memory
+from harness import build, build_state, describe_versions, make_options, pad_samples, time_call, watch_memory
 from preferences_cost import SHAPE, make_sides, to_row, write_data
 from tiny_models import save_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from mini_trainer.data.columns.base import IGNORED, DataTask
+from mini_trainer.data.columns.base import DataTask
 from mini_trainer.data.columns.token_columns import TextColumns
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -108,27 +106,16 @@ def open_trl(folder: Path) -> tuple[Step, Iterator[Batch]]:
     optimizer, data = torch.optim.AdamW(student.parameters(), lr=LEARNING_RATE), open_data(folder)
 
     def step(batch: Batch) -> None:
-        ids, mask, labels = pad_rows([data.read(row) for row in batch.sample_ids])
-        logits = student(input_ids=ids, attention_mask=mask).logits[:, :-1]
+        padded = pad_samples([data.read(row) for row in batch.sample_ids], torch.device("cpu"))
+        labels = padded.pop("labels")[:, 1:]
+        logits = student(**padded).logits[:, :-1]
         with torch.no_grad():
-            theirs = teacher(input_ids=ids, attention_mask=mask).logits[:, :-1]
-        GKDTrainer.generalized_jsd_loss(logits, theirs, labels=labels[:, 1:], beta=0.0).backward()
+            theirs = teacher(**padded).logits[:, :-1]
+        GKDTrainer.generalized_jsd_loss(logits, theirs, labels=labels, beta=0.0).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step, read_batches(data, CausalLM())
-
-
-def pad_rows(samples: list[dict]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, attention mask and labels, each (rows, longest)."""
-
-    def pad(name: str, value: int) -> torch.Tensor:
-        sequences = [torch.from_numpy(sample[name].astype(np.int64)) for sample in samples]
-        return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=value)
-
-    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-    ids = pad("input_ids", 0)
-    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long(), pad("labels", IGNORED)
 
 
 def read_batches(data: Mixture, objective: CausalLM) -> Iterator[Batch]:
@@ -215,7 +202,7 @@ def main() -> None:
     text = describe(seconds, memory)
     print(text)
     if args.ways == list(WAYS):
-        (ROOT / "benchmarks/results/teacher_cost.txt").write_text(text)
+        (paths.ROOT / "benchmarks/results/teacher_cost.txt").write_text(text)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import find_spec
@@ -35,9 +35,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import paths
+import paths  # noqa: F401
 
-ROOT = paths.ROOT
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 import datasets
@@ -190,12 +189,6 @@ def measure(way: str, model: str, source: Path, num_proc: int, conversations: li
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def read_conversations(path: Path) -> Iterator[list[dict[str, str]]]:
-    with open(path, encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)["messages"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages-file", type=Path)
@@ -220,7 +213,7 @@ def main() -> None:
 
 
 def compare_ways(model: str, source: Path, *, num_proc: int, num_runs: int) -> None:
-    conversations = list(read_conversations(source))
+    conversations = [json.loads(line)["messages"] for line in source.read_bytes().splitlines()]
     print(f"{len(conversations):,} rows, {num_proc} processes")
     runs: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(num_runs):

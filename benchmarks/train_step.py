@@ -39,20 +39,18 @@ from typing import Any
 import numpy as np
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as train.py does, before importing torch
-import paths
+import paths  # noqa: F401
 import torch
 import torch.distributed as dist
+from harness import build_state, describe_versions, make_options, pad_samples, time_call, write_random_data
+from make_tiny_model import train_tokenizer
+from packing import DISTRIBUTIONS, draw_lengths
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import SequentialSampler
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-ROOT = paths.ROOT
-from harness import build_state, describe_versions, make_options, write_random_data
-from make_tiny_model import train_tokenizer
-from packing import DISTRIBUTIONS, draw_lengths
-
-from mini_trainer.data.columns.base import IGNORED, Sample
+from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.devices import peak_flops, peak_memory
@@ -108,6 +106,12 @@ def make_config(shape: str) -> Qwen2Config:
         num_key_value_heads=num_key_value_heads, vocab_size=vocab_size, tie_word_embeddings=tied,
         max_position_embeddings=32768, pad_token_id=0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
+
+
+def make_empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model whose weights have shapes alone."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def save_random_model(shape: str, model_dir: str | Path) -> None:
@@ -272,20 +276,6 @@ def make_method(name: str, options: TrainOptions) -> Method:
     return method
 
 
-def pad_samples(samples: list[Sample], device: torch.device) -> dict[str, Tensor]:
-    """A padded batch, padded on the right: (samples, longest) each."""
-
-    def pad(rows: list[np.ndarray], value: int) -> Tensor:
-        tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]
-        return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
-
-    return {
-        "input_ids": pad([sample["input_ids"] for sample in samples], 0),
-        "labels": pad([sample["labels"] for sample in samples], IGNORED),
-        "attention_mask": pad([np.ones_like(sample["input_ids"]) for sample in samples], 0),
-    }
-
-
 def train_plain(args: argparse.Namespace, data: Mixture, batches: list[np.ndarray], record: Record) -> None:
     world = open_world()
     model = load_model(args, world.device).train()
@@ -340,6 +330,7 @@ def train_with_trainer(args: argparse.Namespace, data: Mixture, batches: list[np
     """transformers.Trainer, or TRL's, which loads the batches' samples in order."""
     import datasets
     from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
 
     method, on_cuda = args.worker.partition("+")[0], record.device.type == "cuda"
     datasets.disable_progress_bars()
@@ -355,8 +346,6 @@ def train_with_trainer(args: argparse.Namespace, data: Mixture, batches: list[np
             dataset = self.train_dataset if train_dataset is None else train_dataset
             if method != "rebalanced":
                 return SequentialSampler(dataset)
-            from transformers.trainer_pt_utils import BatchRebalanceSampler
-
             return BatchRebalanceSampler(
                 [len(ids) for ids in dataset["input_ids"]], effective_batch_size=args.batch_size, dp_size=1,
                 grad_accum=args.batch_size // args.micro_batch_size, shuffle=False,
@@ -380,43 +369,30 @@ def train_with_trainer(args: argparse.Namespace, data: Mixture, batches: list[np
     if method.startswith("trl"):
         from trl import SFTConfig, SFTTrainer
 
-        class InOrderTrainer(InOrder, SFTTrainer):
-            pass
-
         strategy = "wrapped" if method == "trl-wrapped" else "bfd"
         packed = [pack_with_trl(rows, strategy, args.max_tokens_per_gpu, None) for rows in per_batch]
         num_packed = max(map(len, packed))
         packed = [pack_with_trl(rows, strategy, args.max_tokens_per_gpu, num_packed) for rows in per_batch]
-        rows = [row for batch in packed for row in batch]
-        trainer = InOrderTrainer(
-            model=model,
-            args=SFTConfig(
-                **settings, per_device_train_batch_size=1, gradient_accumulation_steps=num_packed, packing=True,
-                packing_strategy=strategy, max_length=args.max_tokens_per_gpu,
-                dataset_kwargs={"skip_prepare_dataset": True},
-            ),
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer,
-            callbacks=[TellRecord()],
+        rows = columns = [row for batch in packed for row in batch]
+        own = SFTConfig(
+            **settings, per_device_train_batch_size=1, gradient_accumulation_steps=num_packed, packing=True,
+            packing_strategy=strategy, max_length=args.max_tokens_per_gpu,
+            dataset_kwargs={"skip_prepare_dataset": True},
         )  # fmt: skip
+        base, takes = SFTTrainer, {"processing_class": tokenizer}
         shown = [next(row for row in rows if len(set(row["sample_of"])) > 1)]
     else:
-
-        class InOrderTrainer(InOrder, Trainer):
-            pass
-
         rows = [row for batch in per_batch for row in batch]
-        trainer = InOrderTrainer(
-            model=model,
-            args=TrainingArguments(
-                **settings, per_device_train_batch_size=args.micro_batch_size,
-                gradient_accumulation_steps=args.batch_size // args.micro_batch_size,
-            ),
-            train_dataset=datasets.Dataset.from_list([{k: row[k] for k in ("input_ids", "labels")} for row in rows]),
-            data_collator=DataCollatorForSeq2Seq(tokenizer, padding=True),
-            callbacks=[TellRecord()],
+        columns = [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
+        own = TrainingArguments(
+            **settings, per_device_train_batch_size=args.micro_batch_size,
+            gradient_accumulation_steps=args.batch_size // args.micro_batch_size,
         )  # fmt: skip
+        base, takes = Trainer, {"data_collator": DataCollatorForSeq2Seq(tokenizer, padding=True)}
         shown = rows[: args.micro_batch_size]
+    dataset = datasets.Dataset.from_list(columns)
+    trainer_class = type("InOrderTrainer", (InOrder, base), {})
+    trainer = trainer_class(model=model, args=own, train_dataset=dataset, callbacks=[TellRecord()], **takes)
     trainer.remove_callback(PrinterCallback)  # stdout carries the result
     keys = set(shown[0]) - {"sample_of"}
     inputs = trainer.data_collator([{key: row[key] for key in keys} for row in shown])
@@ -473,18 +449,13 @@ def open_data(args: argparse.Namespace) -> Mixture:
 def measure_matmul(size: int = 2048) -> float:
     """FLOP per CPU second of a large fp32 matrix product: the best of five."""
     a, b = torch.randn(size, size), torch.randn(size, size)
-    speeds = []
-    for _ in range(5):
-        start = time.process_time()
-        torch.mm(a, b)
-        speeds.append(2 * size**3 / (time.process_time() - start))
-    return max(speeds)
+    return 2 * size**3 / min(time_call(lambda: torch.mm(a, b), torch.device("cpu")) for _ in range(5))
 
 
 def start_worker(args: argparse.Namespace, method: str) -> dict[str, Any]:
     """Runs one method in a process of its own."""
-    paths = ["--model-dir", args.model_dir, "--data-path", args.data_path]
-    command = [sys.executable, __file__, *sys.argv[1:], *paths, "--worker", method]
+    places = ["--model-dir", args.model_dir, "--data-path", args.data_path]
+    command = [sys.executable, __file__, *sys.argv[1:], *places, "--worker", method]
     one_device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": one_device}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -573,8 +544,7 @@ def main() -> None:
     device = find_device()
     on_cuda = device.type == "cuda"
     config = read_config(args)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = make_empty_model(config)
     flops = count_flops(model)
     peak = peak_flops(device, torch.bfloat16) if on_cuda else measure_matmul()
     with tempfile.TemporaryDirectory() as directory:

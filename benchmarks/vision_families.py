@@ -21,10 +21,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import paths
 import pyarrow as pa
 import torch
-from architectures import ROOT, compare, describe, judge_apart, make_parser, make_tiny_model
-from architectures_multimodal import CHANGES, SIZES, find_fault
+from architectures import compare, describe, judge_apart, make_parser, make_tiny_model
+from architectures_multimodal import CHANGES, SIZES, export, find_fault
 from harness import describe_versions, make_options
 from tiny_vision import VISION_MODELS, make_rows, save_vision_model
 from torch import Tensor
@@ -34,23 +35,21 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.tokenized.reader import TokenizedData
-from mini_trainer.distributed.world import World, init_world
+from mini_trainer.distributed.world import init_world
 from mini_trainer.model.build import build_model
 from mini_trainer.model.check import check_model
-from mini_trainer.model.config import ModelSource, load_config, load_generation_config
+from mini_trainer.model.config import ModelSource, load_config
 from mini_trainer.model.method import Full
 from mini_trainer.model.sharding import reshard
 from mini_trainer.objectives.families.text import TextFamily
 from mini_trainer.objectives.families.vision import VisionLanguageFamily, VisionLanguageRowModel
 from mini_trainer.objectives.next_tokens import VisionLanguage
-from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.options import group_options
 from mini_trainer.options.problems.finding import is_installed
 from mini_trainer.options.tools import ProcessDataOptions
 from mini_trainer.process_data import process_data
-from mini_trainer.run.export import ExportParts, export_model
 
-RESULTS = ROOT / "benchmarks/results/vision_families.txt"
+RESULTS = paths.ROOT / "benchmarks/results/vision_families.txt"
 HEADINGS = ("family", "type", "exact", "packed = alone", "export reloads", "processor", "")
 
 
@@ -119,7 +118,8 @@ def judge(family: str, directory: Path) -> Judged:
         alone = sum(packed_model(objective.pack([sample])).loss.item() for sample in samples)
     reshard(packed_model)
     is_alone = abs(loss.item() - alone) <= 1e-6 * abs(alone)
-    export_dir = export(packed_model, source, objective, directory / "export", world)
+    export_dir = directory / "export"
+    export(packed_model, source, objective.family, AutoTokenizer.from_pretrained(model_dir), export_dir, world)
     fault = find_fault(model_dir, export_dir)
     is_same = read_columns(tokenize(export_dir, directory, "again")) == read_columns(rows)
     return Judged(
@@ -129,16 +129,6 @@ def judge(family: str, directory: Path) -> Judged:
         "yes" if is_same else "no",
         result.detail,
     )
-
-
-def export(
-    packed_model: PackedModel, source: ModelSource, objective: VisionLanguage, directory: Path, world: World
-) -> Path:
-    generation_config = load_generation_config(source.directory, source.config)
-    tokenizer = AutoTokenizer.from_pretrained(source.directory)
-    parts = ExportParts(objective.family, Full(), generation_config, tokenizer, torch.float32, source)
-    export_model(packed_model, directory, parts, world=world)
-    return directory
 
 
 def read_columns(rows: TokenizedData) -> list[dict]:
@@ -166,7 +156,7 @@ def judge_other(model_type: str, directory: Path) -> Judged:
 
 
 def judge_quietly(name: str, directory: Path) -> Judged:
-    os.chdir(ROOT)
+    os.chdir(paths.ROOT)
     try:
         return judge(name, directory) if name in VISION_MODELS else judge_other(name, directory)
     except Exception as error:

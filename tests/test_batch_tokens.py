@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process import train_here, train_on
+from in_process import train_here, train_on, train_once
 from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, make_inputs, read_rows
 from tiny_data import write_samples
 from tiny_models import save_tokenizer
@@ -207,9 +207,7 @@ def inputs(tmp_path_factory) -> dict:
 @pytest.fixture(scope="module")
 def run(inputs, world, tmp_path_factory) -> Path:
     """Two epochs and a part of a third on one rank."""
-    output_dir = tmp_path_factory.mktemp("runs") / "run"
-    train_here(world, **inputs, output_dir=str(output_dir), max_steps=STEPS)
-    return output_dir
+    return train_once(tmp_path_factory, world, **inputs, max_steps=STEPS)
 
 
 def test_a_run_trains_the_batches_of_the_definition(inputs, run):

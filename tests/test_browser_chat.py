@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from browser import Browser, needs_browser
+from processes import is_listening
 
 from mini_trainer.data.rows.prompts import Prompt
 from mini_trainer.options.tools import GenerateOptions, SamplingOptions
@@ -47,17 +48,12 @@ def page(tmp_path):
     threading.Thread(target=serve_chat, args=(engine,), kwargs=dict(title="a model", port=port), daemon=True).start()
     browser = Browser(tmp_path / "profile")
     deadline = time.monotonic() + 60
-    while not is_open(port) and time.monotonic() < deadline:
+    while not is_listening(port) and time.monotonic() < deadline:
         time.sleep(0.1)
     browser.open(f"http://127.0.0.1:{port}/", width=390)
     browser.wait_until("document.querySelector('textarea') !== null && document.body.innerText.includes('a model')")
     yield engine, browser
     browser.close()
-
-
-def is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def say(browser: Browser, text: str) -> None:

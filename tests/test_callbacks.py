@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_forked, succeed
-from in_process import end_here, print_plan
+from in_process import end_here, print_plan, train_once
 from processes import ENV, ROOT, flags
 from scripted_callbacks import SCRIPT, OnAllRanks, Scripted, read_calls, read_metrics
 from small_runs import OPTIONS, TIMES, check_same
@@ -46,9 +46,7 @@ def play(inputs, world, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def undisturbed(inputs, world, tmp_path_factory) -> Path:
     """A run without callbacks."""
-    output_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    end_here(world, **inputs | BASE, output_dir=str(output_dir))
-    return output_dir
+    return train_once(tmp_path_factory, world, **inputs | BASE)
 
 
 def list_checkpoints(run: Path) -> set[str]:

@@ -5,10 +5,13 @@ import json
 import pytest
 from in_process import train_here
 from small_runs import OPTIONS, make_inputs, read_rows
+from tiny_data import make_samples, write_samples
+from tiny_models import VOCAB_SIZE
 from transformers import LlamaConfig
 
 from mini_trainer.options import TrainOptions, group_options
 from mini_trainer.options.problems.finding import find_problems
+from mini_trainer.run import choices
 from mini_trainer.run.choices import choose_batch_size, choose_epochs, choose_rate, estimate_size
 
 
@@ -26,6 +29,22 @@ def test_a_rate_does_not_depend_on_method_and_size():
     assert [choose_rate(*each) for each in asked] == [1e-3, 2e-4, 2e-5, 3e-6]
     config = LlamaConfig(hidden_size=4096, num_hidden_layers=32, vocab_size=32_000, intermediate_size=11_008)
     assert estimate_size(config) == pytest.approx(6.7e9, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("num_held_out", "given", "stops"),
+    [(20, {}, True), (19, {}, False), (20, {"validate_every_steps": 5}, False), (20, {"max_epochs": 2}, False)],
+)
+def test_enough_held_out_data_do_not_stop_a_run_or_few_do(num_held_out, given, stops, world, tmp_path, monkeypatch):
+    monkeypatch.setattr(choices, "LEAST_HELD_OUT", 20)
+    options = {name: value for name, value in OPTIONS.items() if name != "max_steps"} | make_inputs(tmp_path, "llama")
+    data = write_samples(tmp_path / "held_out.arrow", make_samples(num_held_out, vocab_size=VOCAB_SIZE))
+    options |= dict(validation_data_path=str(data), learning_rate=9.0, output_dir=str(tmp_path / "run"))
+    train_here(world, **options | given)
+    recorded = json.loads((tmp_path / "run" / "training_params.json").read_text())["options"]
+    expected = (2, True) if stops else (None, False)
+    assert (recorded["early_stopping_patience"], recorded["validate_at_epoch"]) == expected
+    assert (read_rows(tmp_path / "run")[-1]["epoch"] < recorded["max_epochs"]) == stops
 
 
 def test_a_value_that_is_not_given_is_not_chosen_or_recorded_or_a_given_one_is_changed(world, tmp_path):

@@ -14,7 +14,7 @@ from in_process import train_here
 from safetensors.torch import load_file
 from scored_data import score_here, write_data
 from small_runs import OPTIONS
-from tiny_data import make_samples, write_samples
+from tiny_data import flip_bit, make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 
 from mini_trainer.data.stores import contents
@@ -70,13 +70,6 @@ def root(made, tmp_path) -> Path:
 def record(data: Path) -> None:
     sidecar = Path(f"{data}.meta.json")
     sidecar.write_text(json.dumps(sign(json.loads(sidecar.read_text()) | {"file": hash_file(data)})))
-
-
-def flip_bit(path: Path, place: float = 0.7) -> Path:
-    content = bytearray(path.read_bytes())
-    content[int(len(content) * place)] ^= 1
-    path.write_bytes(content)
-    return path
 
 
 def export_of(run: Path) -> Path:

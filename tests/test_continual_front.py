@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from make_continual import TASKS, ContinualDataOptions, write_data
 from processes import ROOT
-from tiny_data import read_lines
+from tiny_data import read_chats
 
 from mini_trainer.continual.settings import read_settings
 
@@ -16,10 +16,6 @@ def directory(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("front")
     write_data(ContinualDataOptions(output_dir="", num_train=300, num_test=20, num_pretraining=600), directory)
     return directory
-
-
-def read_chats(path: Path) -> list[tuple[str, str]]:
-    return [tuple(message["content"] for message in row["messages"]) for row in read_lines(path)]
 
 
 @pytest.mark.parametrize("name", ["continual", "continual_small"])

@@ -14,7 +14,7 @@ import torch
 import yaml
 from breadth import long, wide
 from forked import ForkedJob
-from in_process import print_plan, train_here
+from in_process import print_plan, train_here, train_once
 from processes import flags
 from refusals import refuse
 from safetensors.torch import load_file, save_file
@@ -218,9 +218,7 @@ def test_a_sidecar_of_another_form_is_named(text, tmp_path):
 
 @pytest.fixture(scope="module")
 def two_steps(inputs, world, tmp_path_factory) -> Path:
-    output_dir = tmp_path_factory.mktemp("two_steps") / "run"
-    train_here(world, **OPTIONS | inputs, output_dir=str(output_dir), max_steps=2)
-    return output_dir
+    return train_once(tmp_path_factory, world, **OPTIONS | inputs, max_steps=2)
 
 
 DAMAGED = product(("manifest.json", "state.json", "training_params.json"), ("[]", "3", "{", DEEP))

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from breadth import long
 from forked import succeed
-from processes import ENV, ROOT, count_steps, flags, free_port, list_children, name_node, wait_until
+from processes import ENV, ROOT, count_steps, flags, free_port, is_listening, list_children, name_node, wait_until
 from small_runs import read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -58,11 +57,6 @@ def read_world_sizes(output_dir: Path) -> list[int]:
     """The number of ranks in each start of the run."""
     path = output_dir / "training_params.json"
     return [start["world_size"] for start in json.loads(path.read_text())["starts"]] if path.exists() else []
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.slow

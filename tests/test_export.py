@@ -21,6 +21,7 @@ from harness import read_stored
 from processes import ROOT
 from safetensors.torch import load_file, save_file
 from tiny_classifiers import ENCODERS
+from tiny_data import read_files
 from tiny_models import FAMILIES, HYBRIDS, SHAPE, VOCAB_SIZE, build, make_osft, save_model, save_tokenizer
 from tiny_vision import save_vision_model
 from torch import Tensor
@@ -64,10 +65,6 @@ def gather(model: PreTrainedModel) -> dict[str, Tensor]:
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {name: param.detach() for name, param in model.named_parameters()} | buffers
-
-
-def read_files(directory: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(directory.iterdir())}
 
 
 def export_both_ways(

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from forked import run_forked
-from in_process import train_here
+from in_process import train_forked, train_here
 from make_tiny_model import save_tiny_model, train_tokenizer
 from processes import ENV, ROOT, flags
 from small_runs import OPTIONS, make_inputs
-from tiny_data import make_samples, read_lines, write_samples
+from tiny_data import make_samples, read_lines, write_jsonl, write_samples
 from tiny_models import VOCAB_SIZE
 
 from mini_trainer.distributed import command
@@ -93,6 +93,30 @@ def test_the_best_model_comes_first(export_best, world, tmp_path, caplog):
     assert [line.rpartition(": ")[2] for line in said[1:-2]] == [*shown, str(last)]
     assert not export_best or f"step {best}:" in said[1]
     assert said[-2].endswith(f" chat {tmp_path / 'run/hf_format' / ('best' if export_best else 'latest')}")
+
+
+@pytest.mark.parametrize("share", [None, 0.3])
+def test_a_run_that_chooses_its_values_does_not_ask_before_and_after(share, tmp_path):
+    """Two questions of its data, of those held out if there are any; the right answers are shown beside the model's."""
+    options = make_options(tmp_path)
+    chats = {f"the capital of {word}": f"{word} has lima" for word in "abcdefghijkl"}
+    rows = [{"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": asked},
+                          {"role": "assistant", "content": said}]} for asked, said in chats.items()]  # fmt: skip
+    for name in ("data_path", "validation_data_path", "max_time", "resume", "batch_size", "learning_rate"):
+        options.pop(name, None)
+    options |= dict(input_file=write_jsonl(tmp_path / "chats.jsonl", rows), data_cache_dir=tmp_path / "cache")
+    said = train_forked(0, **options, **({} if share is None else dict(validation_share=share)))
+    answered = read_lines(tmp_path / "a run" / "samples_0.jsonl")
+    asked = [row["prompt"] for row in answered[:2]]
+    assert [(row["step"], row["prompt"]) for row in answered] == [(step, each) for step in (0, 2) for each in asked]
+    assert [row["reference"] for row in answered] == [chats[each] for each in asked] * 2
+    lines = said[said.index("done: ") :].splitlines()
+    assert lines[1].startswith(f"two {'trained' if share is None else 'held-out'} questions, answered before and after")
+    found = [line.split(maxsplit=1)[1] for line in lines[3:6]]
+    assert [json.loads(text)[:70] for text in found] == [
+        " ".join(text.split())[:70] for text in (chats[asked[0]], answered[0]["answer"], answered[2]["answer"])
+    ]
+    assert len(set(asked)) == 2
 
 
 def test_a_quiet_run_says_nothing_more(world, tmp_path, caplog):

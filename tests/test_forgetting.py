@@ -22,7 +22,7 @@ from make_preferences import (
     make_files,
 )
 from processes import ENV, ROOT
-from tiny_data import read_lines
+from tiny_data import read_chats, read_lines
 
 from mini_trainer.continual.matrix import read_experiment
 from mini_trainer.continual.settings import read_settings
@@ -36,10 +36,6 @@ def directory(tmp_path_factory) -> Path:
     write_tasks(ForgettingOptions(model="M", output_dir="D"), directory)
     write_probes(directory, seed=0)
     return directory
-
-
-def read_chats(path: Path) -> list[tuple[str, str]]:
-    return [tuple(message["content"] for message in row["messages"]) for row in read_lines(path)]
 
 
 def test_no_question_of_a_test_is_trained(directory):

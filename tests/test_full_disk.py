@@ -10,8 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 from data_runs import chat, write_rows
+from in_process import train_here
 from processes import ROOT, run
 from run_directories import write_run
+from small_runs import OPTIONS, make_inputs
+from tiny_data import read_lines
 
 from mini_trainer.data.stores.disk import (
     describe_failed_write,
@@ -19,7 +22,7 @@ from mini_trainer.data.stores.disk import (
     naming_failed_writes,
     written_aside,
 )
-from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.options.tools import ImportConfigOptions
 from mini_trainer.tools.import_config import import_config
 from mini_trainer.use.evaluation.results import write_made
@@ -115,3 +118,11 @@ def test_a_twentieth_has_to_be_left(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"^no room for the checkpoint \S*/step_2: .* 1,051 bytes .* has 1,050 free"):
         make_aside(tmp_path / "step_2", 1001, what="the checkpoint")
     assert [path.name for path in tmp_path.iterdir()] == [".writing_step_1"]
+
+
+def test_a_run_finds_no_room_for_its_adapter_only_after_it_has_trained(world, tmp_path, monkeypatch):
+    monkeypatch.setattr("mini_trainer.data.stores.disk.shutil.disk_usage", lambda path: type("Usage", (), {"free": 9}))
+    options = make_inputs(tmp_path, "llama") | OPTIONS | dict(lora=True, output_dir=str(tmp_path / "run"))
+    with pytest.raises(RunError, match=rf"^no room for an adapter in --output-dir {tmp_path}/run: it needs "):
+        train_here(world, **options)
+    assert read_lines(tmp_path / "run" / "training_metrics_0.jsonl") == []

@@ -4,13 +4,13 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from data_runs import chat, write_rows
 from heavy import need
-from local_server import serving
+from local_server import QuietHandler, serving
 from range_server import RangeServer
 
 from mini_trainer.data.rows.files import find_sources, iterate_rows, read_chunks
@@ -60,16 +60,13 @@ class Redirecting(ThreadingHTTPServer):
     location = ""
 
     def __init__(self) -> None:
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 self.send_response(302)
                 self.send_header("Location", self.server.location)
                 self.end_headers()
 
             do_HEAD = do_GET
-
-            def log_message(self, *args: object) -> None:
-                pass
 
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/a.jsonl"

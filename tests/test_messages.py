@@ -191,6 +191,12 @@ def refuse(options_class: type[Options], words: list[str], monkeypatch: pytest.M
     return str(ended.value).rpartition("\n")[0]
 
 
+def test_a_missing_option_is_named_otherwise_than_in_its_help(monkeypatch):
+    monkeypatch.setitem(REQUIRED, GenerateOptions, "--output o.jsonl --prompts p.jsonl")
+    message = refuse(GenerateOptions, [], monkeypatch)
+    assert ":\n    MODEL, --model TEXT\n        Directory of a model" in message
+
+
 @pytest.mark.parametrize(("options_class", "words", "text"), COMMANDS)
 def test_command_lines(options_class, words, text, monkeypatch):
     assert refuse(options_class, words.split(), monkeypatch) == text

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hand_made import read_triple
-from in_process import train_here, train_on
+from in_process import train_here, train_on, train_once
 from small_runs import OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
@@ -107,9 +107,7 @@ def test_the_position_at_which_tokens_have_been_read(inputs, weights):
 @pytest.fixture(scope="module")
 def run(inputs, world, tmp_path_factory) -> Path:
     """On one rank."""
-    output_dir = tmp_path_factory.mktemp("runs") / "run"
-    train_here(world, **inputs, output_dir=str(output_dir))
-    return output_dir
+    return train_once(tmp_path_factory, world, **inputs)
 
 
 @pytest.mark.long

@@ -20,7 +20,7 @@ from peft_runs import LORA
 from quantizing import save_fp8
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_runs import NUM_SAMPLES, OPTIONS
+from small_runs import NUM_SAMPLES, OPTIONS, read_weights
 from tiny_data import make_samples, write_samples
 from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, build, change_json, check, load_source, save_model, save_tokenizer
 from tiny_vision import load
@@ -247,10 +247,6 @@ def add_file(path: Path, more: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return more
 
 
-def read_all(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def make_data(path: Path) -> str:
     return str(write_samples(path, make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE)))
 
@@ -265,16 +261,16 @@ def test_a_run_reports_and_exports_them(family, shapes, world, tmp_path, caplog)
     assert "exports " in line and "unchanged" in line
     assert ".".join(min(shapes).split(".")[:3]) in line
     (exported,) = (tmp_path / "run" / "hf_format").glob("samples_*")
-    found = read_all(exported)
+    found = read_weights(exported)
     assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in more.items())
     assert json.loads((exported / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    own = read_all(tmp_path / "model")
+    own = read_weights(tmp_path / "model")
     assert found.keys() == own.keys()
     assert not torch.equal(found["model.norm.weight"], own["model.norm.weight"])
     report = hf.AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)[1]
     assert not report["missing_keys"] and not report["mismatched_keys"]
     again = export(exported, tmp_path / "again", world)  # an export is a model like any other
-    assert read_all(again).keys() == own.keys()
+    assert read_weights(again).keys() == own.keys()
 
 
 def test_a_merged_adapter_has_them(world, tmp_path):
@@ -285,7 +281,7 @@ def test_a_merged_adapter_has_them(world, tmp_path):
     (exported,) = (tmp_path / "run" / "hf_format").glob("samples_*")
     merge_adapter(MergeAdapterOptions(adapter=str(exported / "adapter"), output_dir=str(tmp_path / "merged")), world)
     for directory in (exported, tmp_path / "merged"):
-        found = read_all(directory)
+        found = read_weights(directory)
         assert all(torch.equal(found[name], tensor) for name, tensor in more.items())
 
 

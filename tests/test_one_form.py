@@ -11,11 +11,9 @@ import pytest
 from data_runs import tokenize_rows
 from hypothesis import given
 from hypothesis import strategies as st
-from stock_templates import TEMPLATES, make_tokenizer
+from stock_templates import TEMPLATES, make_tokenizer, mask, write_model
 from tiny_data import write_jsonl
-from tiny_models import SHAPE, save_model
 from trait_templates import PROMPTED_REASONING
-from transformers import LlamaConfig
 
 from mini_trainer.data.chat import linting
 from mini_trainer.data.chat.conversation import NORMALIZED, Chat, Completion, Document, Remark, TokenizedChat
@@ -24,7 +22,7 @@ from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.rendering import set_date
 from mini_trainer.data.rows import files, preparing
 from mini_trainer.data.rows.files import Chunk
-from mini_trainer.data.rows.formats import find_format, read_example
+from mini_trainer.data.rows.formats import read_example
 from mini_trainer.data.rows.preference_rows import read_feedback, read_preference
 from mini_trainer.data.rows.prompts import encode_prompt, read_prompt
 from mini_trainer.data.rows.split import list_said
@@ -45,11 +43,6 @@ def make_masker(name: str, **options: object) -> ChatMasker:
     tokenizer = make_tokenizer(template, stops)
     stop_token_ids = tokenizer.convert_tokens_to_ids(list(stops))
     return ChatMasker(tokenizer, stop_token_ids=stop_token_ids, missing_stop_token="allow", **options)
-
-
-def mask(masker: ChatMasker, row: dict) -> TokenizedChat | ValueError:
-    (masked,) = masker.mask([read_example(row, find_format(row), is_given=False)])
-    return masked
 
 
 def said(content: object = None, **keys: object) -> dict:
@@ -281,12 +274,10 @@ def test_an_answer_that_speaks_of_a_tag_is_no_reasoning():
     assert NORMALIZED not in {remark.kind for remark in found.remarks} and linting.TAGS in kinds(found)
 
 
-def write_model(path: Path, template: str) -> Path:
+def make_model(path: Path, template: str) -> Path:
     tokenizer = make_tokenizer(template, ("<|im_end|>",))
     tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
-    save_model(LlamaConfig(**SHAPE | {"vocab_size": len(tokenizer)}), path)
-    tokenizer.save_pretrained(path)
-    return path
+    return write_model(path, tokenizer)
 
 
 WHO = "{% if who %}{{ 'You are ' + who + '.' }}{% endif %}"
@@ -310,7 +301,7 @@ def test_the_output_is_the_same_for_any_number_of_workers_and_parts(tmp_path, mo
     monkeypatch.setattr(preparing, "BYTES_PER_WORKER", 100)
     monkeypatch.setattr(files, "CHUNK_ROWS", 5)
     monkeypatch.setattr(files, "SECTION_BYTES", 2000)
-    model = write_model(tmp_path / "model", WHO + TEMPLATES[QWEN3][0])
+    model = make_model(tmp_path / "model", WHO + TEMPLATES[QWEN3][0])
     source = write_jsonl(tmp_path / "rows.jsonl", list_adversarial_rows())
 
     def read(folder: str, **options: object) -> dict[str, bytes]:
@@ -360,7 +351,7 @@ def test_a_data_set_has_the_date_on_which_it_was_begun_in_all_of_its_parts(tmp_p
 
     monkeypatch.setattr(program, "date", Day)
     monkeypatch.setattr(files, "SECTION_BYTES", 500)
-    model = write_model(tmp_path / "model", DATED)
+    model = make_model(tmp_path / "model", DATED)
     source = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER]}] * 40)
     output = tmp_path / "out.jsonl"
 

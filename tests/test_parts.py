@@ -20,6 +20,7 @@ from forked import ForkedRanks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import ROOT
+from tiny_data import read_files
 
 from mini_trainer.data.chat.conversation import Pictures, Remark, TokenizedChat, TrainedSpan
 from mini_trainer.data.columns.encoding import add_mismatched, pair_up
@@ -52,10 +53,6 @@ SECTION_BYTES, CHUNK_ROWS = 3000, 7
 def small_sections(monkeypatch):
     monkeypatch.setattr(data_files, "SECTION_BYTES", SECTION_BYTES)
     monkeypatch.setattr(data_files, "CHUNK_ROWS", CHUNK_ROWS)
-
-
-def read_files(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def write_chats(directory: Path) -> None:

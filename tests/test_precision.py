@@ -11,8 +11,7 @@ from forked import run_forked
 from in_process import train_on
 from processes import flags
 from recorded import RELEASES, find_signature
-from safetensors.torch import load_file
-from small_runs import load_checkpoint
+from small_runs import load_checkpoint, read_weights
 from tiny_data import make_samples, write_samples
 from tiny_models import build, check, save_tokenizer
 from torch import Tensor
@@ -52,10 +51,6 @@ def write_model(kind: str, path: Path, *, dtype: str = "bfloat16") -> Path:
     auto_class = choose_auto_class(AutoConfig.from_pretrained(path / "fp32"))
     auto_class.from_pretrained(path / "fp32", dtype=getattr(torch, dtype)).save_pretrained(path / dtype)
     return save_tokenizer(path / dtype)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 def train_a_step(world, model: Path, *, num_ranks: int = 1, **options: object) -> dict[str, Tensor]:

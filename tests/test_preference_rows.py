@@ -94,9 +94,12 @@ def test_names_of_columns_are_options(model, tmp_path):
     assert read_sides(tmp_path / "data.arrow", model) == [(CHAT, GOOD + END), (CHAT, BAD + END)]
 
 
-@pytest.mark.parametrize(("row", "reason"), BAD_PAIRS)
-def test_bad_rows_are_refused_with_their_line(row, reason, model, tmp_path):
-    message = refuse([PAIR, row], model, tmp_path)
+@pytest.mark.parametrize(
+    ("good", "form", "row", "reason"),
+    [(PAIR, "preference", *bad) for bad in BAD_PAIRS] + [(FEEDBACK, "feedback", *bad) for bad in BAD_FEEDBACK],
+)
+def test_bad_rows_are_refused_with_their_line(good, form, row, reason, model, tmp_path):
+    message = refuse([good, row], model, tmp_path, form=form)
     assert "rows.jsonl:2: " in message and reason in message
     assert not (tmp_path / "data.arrow").exists()
 
@@ -166,12 +169,6 @@ def test_pairs_become_feedback(model, tmp_path):
     first, second = (read_sides(tmp_path / "data.arrow", model, i) for i in range(2))
     assert [first[0], second[0]] == [(CHAT, GOOD + END), (CHAT, BAD + END)]
     assert first[1] == (CHAT, GOOD + END)  # the next row with another prompt
-
-
-@pytest.mark.parametrize(("row", "reason"), BAD_FEEDBACK)
-def test_bad_feedback_is_refused_with_its_line(row, reason, model, tmp_path):
-    message = refuse([FEEDBACK, row], model, tmp_path, form="feedback")
-    assert "rows.jsonl:2: " in message and reason in message
 
 
 PAIR_OF_SIDES = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, -100, 8], "sequence_lengths": [2, 2]}

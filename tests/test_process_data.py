@@ -20,7 +20,7 @@ from breadth import long, wide
 from data_runs import chat, command_for, options_for, read_arrow, write_rows
 from forked import run_forked
 from make_tiny_model import CHATML_TEMPLATE
-from processes import run_unread, wait_until
+from processes import list_children, run_unread, wait_until
 from small_tokenizers import wrap
 from tiny_data import read_lines
 from transformers import AutoTokenizer
@@ -441,16 +441,12 @@ def start_long_run(model: Path, directory: Path) -> subprocess.Popen:
     return process
 
 
-def workers_of(process: subprocess.Popen) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the workers in /proc")
 @pytest.mark.parametrize("ended_by", [long("Ctrl-C"), wide("SIGTERM"), long("a worker killed")])
 def test_ends_cleanly(model, tmp_path, ended_by):
     process = start_long_run(model, tmp_path)
-    workers = workers_of(process)
+    workers = list_children(process.pid)
     assert len(workers) == 2
     if ended_by == "Ctrl-C":
         os.killpg(process.pid, signal.SIGINT)

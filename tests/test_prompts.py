@@ -17,20 +17,19 @@ from data_runs import tokenize_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults
-from stock_templates import TEMPLATES, make_tokenizer
+from stock_templates import TEMPLATES, in_parts, make_tokenizer, mask, write_model
 from tiny_data import read_lines, write_jsonl
-from tiny_models import SHAPE, save_model
 from trait_templates import ONLY_PARTS, PROMPTED_REASONING
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from vllm_standin import install_vllm
 
-from mini_trainer.data.chat.conversation import Chat, Completion, Remark, TokenizedChat
+from mini_trainer.data.chat.conversation import Chat, Completion, Remark
 from mini_trainer.data.chat.linting import LEFT_OUT
 from mini_trainer.data.chat.masking import ChatMasker
 from mini_trainer.data.chat.prompting import AS_PROMPTED, AS_RENDERED, EARLIER, UNREAD_KEY
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.rows.column_names import RefusedColumn
-from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, find_format, read_example, read_fields
+from mini_trainer.data.rows.formats import OWN_NAMES, FieldPaths, read_example, read_fields
 from mini_trainer.data.rows.labelled_tokens import LabelledTokenizer
 from mini_trainer.data.rows.prompts import Prompt, as_protocol, encode_prompt, read_prompt, read_prompts
 from mini_trainer.generate import open_model
@@ -51,14 +50,10 @@ def calling(arguments: dict | str, **fields: str) -> dict:
     return {"role": "assistant", "content": "", "tool_calls": [call], **fields}
 
 
-def parts(message: dict) -> dict:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
-
-
 ROWS = {
     "one turn": {"messages": [USER, ANSWER]},
     "system": {"messages": [SYSTEM, USER, ANSWER, USER, {**ANSWER, "train": True}]},
-    "parts": {"messages": [parts(SYSTEM), parts(USER), parts(ANSWER)]},
+    "parts": {"messages": [in_parts(SYSTEM), in_parts(USER), in_parts(ANSWER)]},
     "reasoning_content": {"messages": [USER, {**ANSWER, "reasoning_content": "Count."}]},
     "thinking": {"messages": [USER, {**ANSWER, "thinking": "Count."}, USER, {**ANSWER, "thinking": "Again."}]},
     "reasoning": {"messages": [SYSTEM, USER, {**ANSWER, "reasoning": "Count."}]},
@@ -90,19 +85,6 @@ def make_masker(name: str, **options: object) -> ChatMasker:
     return ChatMasker(tokenizer, stop_token_ids=stops, missing_stop_token="allow", **options)
 
 
-def mask(masker: ChatMasker, row: dict) -> TokenizedChat | ValueError:
-    (masked,) = masker.mask([read_example(row, find_format(row), is_given=False)])
-    return masked
-
-
-def before_answer(masked: TokenizedChat) -> list[int]:
-    return masked.input_ids[: masked.spans[-1].start]
-
-
-def decode_answer(masked: TokenizedChat, masker: ChatMasker) -> str:
-    return masker.tokenizer.decode(masked.input_ids[masked.spans[-1].start : masked.spans[-1].end])
-
-
 SOME = {f"trl:{name}" for name in ("qwen3", "gemma4_v5", "diffusion_gemma", "deepseek_r1_distill", "smolvlm")}
 SOME |= {"trl:nemotron_3_nano_training", *OWN}
 
@@ -117,10 +99,11 @@ def test_a_prompt_is_its_row_up_to_the_answer_or_a_remark_says_how_they_differ(n
             continue
         prompt = encode_prompt(read_prompt(row, None), masker.tokenizer)
         said = {remark.kind for remark in masked.remarks if remark.prompted}
-        assert (prompt == before_answer(masked)) == (AS_RENDERED not in said), kind
+        assert (prompt == masked.input_ids[: masked.spans[-1].start]) == (AS_RENDERED not in said), kind
         if AS_PROMPTED in said:
             (closing,) = {remark.rendered for remark in masked.remarks if remark.kind == AS_PROMPTED}
-            plain, trained = (decode_answer(found, masker) for found in (mask(make_masker(name), row), masked))
+            answers = ((found.input_ids, found.spans[-1]) for found in (mask(make_masker(name), row), masked))
+            plain, trained = (masker.tokenizer.decode(ids[span.start : span.end]) for ids, span in answers)
             assert trained.startswith(closing) and plain.endswith(trained.removeprefix(closing)), kind
 
 
@@ -215,29 +198,19 @@ def test_keys_that_the_template_does_not_write_are_named():
     assert not isinstance(masked, ValueError) and masked.remarks == ()
 
 
-def write_model(path: Path, name: str) -> Path:
-    tokenizer = make_tokenizer(*ALL[name])
-    save_model(LlamaConfig(**SHAPE | {"vocab_size": len(tokenizer)}), path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
 def process(path: Path, rows: list[dict], output: Path, **options: object) -> list[dict]:
     return read_lines(tokenize_rows(path, write_jsonl(output.parent / "rows.jsonl", rows), output, **options))
 
 
-def cut_at_answer(sample: dict) -> list[int]:
-    first = next(i for i, label in enumerate(sample["labels"]) if label != IGNORED)
-    return sample["input_ids"][:first]
-
-
 @pytest.mark.parametrize("name", ["only parts", "an empty reasoning on one line"])
 def test_engines_are_given_what_was_trained_up_to_the_answer(name, world, tmp_path, monkeypatch):
-    path = write_model(tmp_path / "model", name)
+    path = write_model(tmp_path / "model", make_tokenizer(*ALL[name]))
     rows = [ROWS[kind] for kind in ("one turn", "parts" if name == "only parts" else "reasoning_content")]
     rows.append({"messages": [SYSTEM, USER, {**ANSWER, "train": False}, USER, ANSWER]})
     options = {} if name == "only parts" else {"thinking_prefix": "train-as-prompted"}
-    expected = [cut_at_answer(sample) for sample in process(path, rows, tmp_path / "data.jsonl", **options)]
+    samples = process(path, rows, tmp_path / "data.jsonl", **options)
+    firsts = [next(i for i, label in enumerate(sample["labels"]) if label != IGNORED) for sample in samples]
+    expected = [sample["input_ids"][:first] for sample, first in zip(samples, firsts, strict=True)]
     prompts = read_prompts([str(tmp_path / "rows.jsonl")], None)
     requests = [Request(i, 0, prompt) for i, prompt in enumerate(prompts)]
     given = dict(model=str(path), max_new_tokens=1, batch_size=2, prompts=str(tmp_path / "rows.jsonl"), output="o")
@@ -285,7 +258,7 @@ def test_classifiers_read_chats_in_the_form_that_the_template_writes():
 
 
 def test_the_report_counts_rows_and_shows_both_ends(tmp_path, capsys):
-    path = write_model(tmp_path / "model", "an empty reasoning on one line")
+    path = write_model(tmp_path / "model", make_tokenizer(*ALL["an empty reasoning on one line"]))
     rows = [ROWS["one turn"], ROWS["one turn"], ROWS["reasoning_content"]]
     process(path, rows, tmp_path / "data.jsonl")
     printed = capsys.readouterr().out
@@ -296,7 +269,7 @@ def test_the_report_counts_rows_and_shows_both_ends(tmp_path, capsys):
     assert re.search("2 of 3 rows: .*generation prompt", printed) and "NOT TRAINED" not in printed
     sidecar = json.loads((tmp_path / "data.jsonl.meta.json").read_text())
     assert sidecar["options"]["thinking_prefix"] == "train-as-prompted"
-    write_model(tmp_path / "distill", "reasoning only in contents")
+    write_model(tmp_path / "distill", make_tokenizer(*ALL["reasoning only in contents"]))
     with pytest.raises(ValueError, match=r"1 of 3 rows .*\n  rows.jsonl:3: .*--refuse left-out"):
         process(tmp_path / "distill", rows, tmp_path / "data.jsonl", refuse=[LEFT_OUT])
 

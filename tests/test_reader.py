@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hand_made import read_triple
-from tiny_data import make_samples, to_row, write_jsonl, write_rows, write_samples
+from tiny_data import make_samples, to_row, write_jsonl, write_rows, write_samples, write_table
 
 from mini_trainer.data.columns.base import IGNORED
 from mini_trainer.data.columns.token_columns import WEIGHTS_COLUMN, TextColumns
@@ -28,16 +27,6 @@ def read_all(data: TokenizedData) -> list[tuple]:
     """Every row, as lists."""
     rows = [read_triple(data, row) for row in range(len(data.lengths))]
     return [tuple(None if part is None else part.tolist() for part in row) for row in rows]
-
-
-def write_table(path: Path, table: pa.Table) -> Path:
-    """A table as it is, whatever its columns; record batches of 2 rows."""
-    if path.suffix == ".parquet":
-        pq.write_table(table, path, row_group_size=2)
-    else:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table, max_chunksize=2)
-    return path
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

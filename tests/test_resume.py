@@ -14,11 +14,11 @@ import pytest
 import torch
 from breadth import long, wide
 from forked import run_forked, succeed
-from in_process import train_forked, train_here, train_on
+from in_process import train_forked, train_here, train_on, train_once
 from processes import ROOT, flags
 from safetensors.torch import save_file
 from small_runs import NUM_SAMPLES, OPTIONS, check_same, copy_until, load_checkpoint, make_inputs, read_rows
-from tiny_data import make_samples, write_samples
+from tiny_data import flip_bit, make_samples, write_samples
 from tiny_models import FAMILIES, VOCAB_SIZE, save_model
 
 from mini_trainer.data.stores.contents import write_json, write_manifest
@@ -53,9 +53,7 @@ def start(inputs, world, caplog):
 @pytest.fixture(scope="module")
 def finished(inputs, world, tmp_path_factory) -> Path:
     """Six steps without interruption; their checkpoints and the last one's export are there."""
-    output_dir = tmp_path_factory.mktemp("finished") / "run"
-    train_here(world, **(inputs | OPTIONS | dict(output_dir=str(output_dir), max_steps=6)))
-    return output_dir
+    return train_once(tmp_path_factory, world, **inputs | OPTIONS, max_steps=6)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +113,6 @@ def test_a_directory_is_replaced_without_a_moment_in_which_it_is_not_there(tmp_p
     (tmp_path / "aside").mkdir()
     put_in_place(tmp_path / "aside", target)
     assert [path.name for path in tmp_path.iterdir()] == ["last"] and not list(target.iterdir())
-
-
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) * 3 // 4] ^= 1
-    path.write_bytes(content)
 
 
 def truncate(path: Path) -> None:

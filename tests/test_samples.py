@@ -9,15 +9,27 @@ import torch
 from breadth import long, wide
 from in_process import train_forked, train_here, train_on
 from small_runs import OPTIONS, copy_until, make_inputs, read_rows
+from stock_templates import TEMPLATES, make_tokenizer
 from tiny_data import read_lines, write_jsonl
 from tiny_models import FAMILIES, HYBRIDS, VOCAB_SIZE, build, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mini_trainer.run.samples import MOST_NEW_TOKENS, MOST_PROMPTS, MOST_TOKENS, SamplesFile, answer_greedily
+from mini_trainer.run.samples import (
+    MOST_NEW_TOKENS,
+    MOST_PROMPTS,
+    MOST_TOKENS,
+    SamplesFile,
+    answer_greedily,
+    find_question,
+)
 
 STEPS = 4
 PROMPTS = [{"prompt": "a b c"}, {"question": "What follows on nine?"}, {"prompt": "x"}]
 SHOWN = [next(iter(prompt.values())) for prompt in PROMPTS]
+# Without such a chat, or of models of images.
+UNASKABLE = ("a line break before the next turn", "only with tools", "trl:idefics3", "trl:llava_next", "trl:smolvlm")
+# Templates without a special token before a user's turn: the earlier turns are shown as well.
+KEPT_WHOLE = ("deepseek_v2", "nemotron_mini", "vicuna")
 OSFT = dict(osft=True, osft_unfreeze_rank_ratio=0.5)
 
 
@@ -136,11 +148,20 @@ def test_a_resumed_run_has_each_line_once(inputs, prompts, finished, world, tmp_
 
 def test_lines_of_other_prompts_are_kept_and_a_step_is_not_repeated(tmp_path):
     rows = [dict(step=2, prompt=name, answer="a", finish_reason="stop", num_tokens=2) for name in ("old", "both")]
-    for written in (rows, [rows[1], rows[0] | dict(prompt="new")]):
-        file = SamplesFile(tmp_path, first_step=2, num_validations=1)
+    for num_validations, written in enumerate((rows, [rows[1], rows[0] | dict(prompt="new")])):
+        file = SamplesFile(tmp_path, first_step=2, num_validations=num_validations)
         file.write_samples(written)
         file.close()
     assert [row["prompt"] for row in read_samples(tmp_path)] == ["old", "both", "new"]
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if not name.startswith(UNASKABLE)])
+def test_a_question_is_shown_with_its_templates_words(name):
+    tokenizer, asked = make_tokenizer(*TEMPLATES[name]), "Why is it so?"
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": "Ho"}]
+    for chat in (messages[:1], [*messages, messages[0]]):
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert find_question(text, tokenizer) == asked or (len(chat) > 1 and name.startswith(KEPT_WHOLE))
 
 
 def test_the_console_has_one_short_line(inputs, prompts, tmp_path):
@@ -154,7 +175,7 @@ def test_the_console_has_one_short_line(inputs, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ([{"prompt": "a"}] * (MOST_PROMPTS + 1), f"has 17 prompts, allowed: {MOST_PROMPTS}"),
+        ([{"prompt": "a"}] * (MOST_PROMPTS + 1), f"has 17 prompts of 17 tokens together, allowed: {MOST_PROMPTS} of"),
         ([{"prompt": "a"}, {"prompt": "a1 " * 120}], r"prompts.jsonl:2: has \d+ tokens, but the model's context of"),
         ([{"prompt": ""}], "prompts.jsonl:1: has no tokens"),
         ([{"odd": 1}], "1 of 1 rows cannot be used"),
@@ -174,5 +195,5 @@ def test_prompts_that_cannot_be_answered_are_refused_at_the_start(rows, reason, 
 
 def test_prompts_are_bounded_together(inputs, world, tmp_path):
     path = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "ab " * 150}] * 16)
-    with pytest.raises(ValueError, match=rf"16 prompts have [\d,]+ tokens together, allowed: {MOST_TOKENS:,}"):
+    with pytest.raises(ValueError, match=rf"has 16 prompts of [\d,]+ tokens together, allowed: 16 of {MOST_TOKENS:,}"):
         train_here(world, **inputs, sample_prompts=str(path), output_dir=str(tmp_path / "run"))

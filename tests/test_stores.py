@@ -17,6 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, Offl
 from in_process import train_forked
 from range_server import RangeServer
 from s3_server import SECRET, read_bucket, serve_bucket
+from tiny_data import read_files
 
 from mini_trainer.data.stores import remote
 from mini_trainer.data.stores.remote import BrokenTransfer, describe_upload, is_final, make_error, upload_directory
@@ -77,10 +78,6 @@ def raising(error: BaseException) -> Callable:
     return fail
 
 
-def read_directory(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
 def spoil_puts(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[str, str], Any]) -> list[str]:
     """Calls `spoil` with the local and the remote path before each upload of a file; the names of those, as they come.
 
@@ -114,7 +111,7 @@ def test_a_data_set_is_copied_once_and_again_if_it_changes(bucket, model, tmp_pa
     caplog.set_level("INFO", logger="mini_trainer")
     first = fetch(url, cache)
     expected = read_bucket(bucket, "a/")
-    copied = read_directory(Path(first).parent)
+    copied = read_files(Path(first).parent)
     assert json.loads(copied.pop("source.json")) == {"url": url} and copied.pop("made.json") and copied == expected
     inode = os.stat(first).st_ino
     assert fetch(url, cache) == first and os.stat(first).st_ino == inode
@@ -232,7 +229,7 @@ def test_a_run_from_a_store_to_a_store(bucket, model, world, tmp_path, monkeypat
     # Every export is there, as it is here, and its config was written last.
     exports = run / "hf_format"
     assert {path.name for path in exports.iterdir()} == {"samples_8", "best", "average_samples_8", "latest"}
-    assert read_bucket(bucket, "runs/x/") == read_directory(exports)
+    assert read_bucket(bucket, "runs/x/") == read_files(exports)
     written = [name.removeprefix("runs/x/samples_8/") for name in names if name.startswith("runs/x/samples_8/")]
     assert written[-1] == "config.json" and len(written) == len(set(written)), written
 
@@ -278,7 +275,7 @@ def export(tmp_path) -> Path:
 
 def test_an_upload_that_is_not_whole_is_taken_for_no_model(bucket, export, monkeypatch):
     """Wherever it ends, also where an older export is replaced, whose other files go."""
-    expected = read_directory(export)
+    expected = read_files(export)
     for num_written in range(len(expected)):
         for name in ("config.json", "adapter_config.json", "model-2.safetensors"):
             bucket.put_object(Bucket="bucket", Key=f"x/{name}", Body=b"old")
@@ -324,7 +321,7 @@ def test_a_store_in_trouble_is_asked_again_for_what_is_missing(bucket, export, c
 
     monkeypatch.setattr(Uploads, "_upload", upload_here)
     assert upload("s3://bucket/runs/x/", export, caplog) == []
-    assert read_bucket(bucket, "runs/x/samples_8/") == read_directory(export)
+    assert read_bucket(bucket, "runs/x/samples_8/") == read_files(export)
     ((first, *others),) = put
     assert others.count(first) == 0 and len(others) == 5 + 3, "what is there was uploaded again"
 

@@ -9,7 +9,7 @@ from breadth import thin, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mask_oracle import find_faults, list_trained_texts
-from stock_templates import TEMPLATES, TRL, make_masker, make_tokenizer
+from stock_templates import TEMPLATES, TRL, in_parts, make_masker, make_tokenizer
 from trait_templates import JSON_CALL, TRAITS, chatml, each_call
 
 from mini_trainer.data.chat.conversation import Chat
@@ -37,15 +37,6 @@ def result(text: str = "sum: 5 apples", *, name: str = "add", id: str = "abc123d
     return {"role": "tool", "content": text, "tool_call_id": id, "name": name}
 
 
-def without_content(message: dict) -> dict:
-    return {key: value for key, value in message.items() if key != "content"}
-
-
-def in_parts(message: dict) -> dict:
-    """The message with OpenAI's list of parts as its content."""
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
-
-
 TEXT, EMPTY = call({"terms": "two, three", "n": 2}), call({})
 FLAG = call({"deep": True})
 VALUES = call({"a": True, "b": False, "c": None, "d": "", "e": {}, "f": [], "g": 7, "h": -2.5})
@@ -61,7 +52,7 @@ CASES = {
     "content": [USER, calling(TEXT, content="Let me see."), result(), ANSWER],
     "content, no arguments": [USER, calling(EMPTY, content="Let me see."), result(), ANSWER],
     "null content": [USER, calling(FLAG, content=None), result(), ANSWER],
-    "no content": [USER, without_content(calling(NESTED)), result(), ANSWER],
+    "no content": [USER, {"role": "assistant", "tool_calls": [NESTED]}, result(), ANSWER],
     "two calls": [USER, calling(TEXT, SECOND), result(), SECOND_RESULT, ANSWER],
     "two empty calls": [
         USER, calling(EMPTY, call({}, name="look_up", id="ghi456jkl")), result(), SECOND_RESULT, ANSWER

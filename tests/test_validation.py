@@ -12,7 +12,7 @@ import torch
 from breadth import long
 from forked import succeed
 from hand_made import read_triple
-from in_process import train_here, train_on
+from in_process import train_here, train_on, train_once
 from processes import flags
 from safetensors.torch import load_file
 from small_runs import OPTIONS, forget_since, make_inputs, read_rows
@@ -48,9 +48,7 @@ def inputs(tmp_path_factory) -> dict:
 @pytest.fixture(scope="module")
 def run(inputs, world, tmp_path_factory) -> Path:
     """On one rank."""
-    output_dir = tmp_path_factory.mktemp("runs") / "run"
-    train_on(1, world, **inputs | SAVES, output_dir=output_dir)
-    return output_dir
+    return train_once(tmp_path_factory, world, **inputs | SAVES)
 
 
 def read_validation(output_dir: Path) -> list[dict]:

@@ -16,7 +16,7 @@ from data_runs import tokenize_rows
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from make_tiny_model import train_tokenizer
-from tiny_data import write_jsonl
+from tiny_data import read_files, write_jsonl
 from transformers import AutoTokenizer
 
 from mini_trainer.data.chat.conversation import Chat, Completion, Document
@@ -74,10 +74,6 @@ def read_texts(model: Path, samples: list[list[int]]) -> list[str]:
     """What the samples of chats begin with: the question's number."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [tokenizer.decode(sample).partition("question ")[2].partition("<|im_end|>")[0] for sample in samples]
-
-
-def files_in(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
 @settings(deadline=None)
@@ -272,7 +268,7 @@ def test_a_later_output_leaves_no_stale_side(models, tmp_path, capsys):
     split(models[0], source, tmp_path / "out.jsonl", chat_template="llama3")
     split(models[0], source, tmp_path / "out.jsonl")  # the tokenizer directories of the run before go
     names = {"in.jsonl"} | {f"out{side}.jsonl{end}" for side in ("", ".validation") for end in ("", ".meta.json")}
-    assert files_in(tmp_path).keys() == names and not list(tmp_path.glob("*.tokenizer"))
+    assert read_files(tmp_path).keys() == names and not list(tmp_path.glob("*.tokenizer"))
     split(models[0], source, tmp_path / "out.jsonl", chat_template="llama3")
     capsys.readouterr()
     tokenize_rows(models[0], source, tmp_path / "out.jsonl")
@@ -286,12 +282,12 @@ def test_a_data_set_of_ones_own_is_no_stale_side(models, tmp_path, sidecar):
     (tmp_path / "out.validation.jsonl").write_text("mine\n")
     if sidecar is not None:
         (tmp_path / "out.validation.jsonl.meta.json").write_text(sidecar)
-    before = files_in(tmp_path)
+    before = read_files(tmp_path)
     with pytest.raises(ValueError, match=r"--validation-share .*out\.validation\.jsonl, .* out\.jsonl; "):
         split(models[0], source, tmp_path / "out.jsonl")
-    assert files_in(tmp_path) == before
+    assert read_files(tmp_path) == before
     tokenize_rows(models[0], source, tmp_path / "out.jsonl")
-    after = files_in(tmp_path)
+    after = read_files(tmp_path)
     assert {name: after[name] for name in before} == before and "out.jsonl" in after
 
 
@@ -310,10 +306,10 @@ def test_the_training_data_appears_last_and_a_stale_sidecar_goes_last(tmp_path):
 
 def test_inputs_are_not_overwritten(models, tmp_path):
     source = write_jsonl(tmp_path / "out.validation.jsonl", [chat(1)])
-    before = files_in(tmp_path)
+    before = read_files(tmp_path)
     with pytest.raises(ValueError, match=r"output \S*out\.validation\.jsonl .*input; "):
         split(models[0], source, tmp_path / "out.jsonl")
-    assert files_in(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -327,20 +323,20 @@ def test_inputs_are_not_overwritten(models, tmp_path):
 def test_a_side_without_rows_is_refused(models, tmp_path, share, num_rows, reason):
     source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(num_rows)])
     (tmp_path / "out.arrow").write_bytes(b"an older output")
-    before = files_in(tmp_path)
+    before = read_files(tmp_path)
     with pytest.raises(ValueError, match=reason):
         split(models[0], source, tmp_path / "out.arrow", validation_share=share)
-    assert files_in(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
 def test_a_failure_leaves_both_sides_as_they_were(models, tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", [chat(i) for i in range(40)])
     split(models[0], source, tmp_path / "out.arrow")
     source.write_bytes(source.read_bytes() + b"{")
-    before = files_in(tmp_path)
+    before = read_files(tmp_path)
     with pytest.raises(ValueError, match=r"in\.jsonl:41: not JSON"):
         split(models[0], source, tmp_path / "out.arrow", validation_share=0.5)
-    assert files_in(tmp_path) == before
+    assert read_files(tmp_path) == before
 
 
 def test_shown_samples_say_which_side_they_are_on(models, tmp_path, capsys):

@@ -281,7 +281,7 @@ class TrainingArgs:
     for preferences loss, rewards/accuracies or rewards/margins. METRIC:D, such as loss:0.01, counts only
     improvements of more than D."""
     early_stopping_patience: int | None | Given = ...
-    """Stop after this many validations in a row without improvement."""
+    """Stop after this many validations in a row without improvement. A run that chooses its end has 2, at epochs."""
     optimizer: Literal['adamw', 'adamw8bit', 'muon'] | Given = ...
     """adamw8bit: AdamW with 8-bit moments, which take a quarter of the memory; its steps differ slightly. muon: Muon
     for the blocks' matrices, AdamW for all else."""

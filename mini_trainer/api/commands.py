@@ -85,8 +85,7 @@ def make_train_values(args: arguments.TrainingArgs) -> Values:
     values, given = Values(), list_given(args)
     if given.get("save_samples", 1) <= 0:  # means "never" in InstructLab
         del given["save_samples"]
-    for option, (name, value) in convert_fields(given).items():
-        values.give(option, value, by=name)
+    convert_fields(values, given)
     if given.get("mock_data") is False:
         del given["mock_data"]
     if given.get("mock_data"):
@@ -321,29 +320,24 @@ VALIDATION_DATA = ("validation_data_path", "validation_split", "validation_share
 END_OF_MODE = {"epoch": "max_epochs", "step": "max_steps", "token": "max_tokens", "infinite": None}
 
 
-def convert_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Takes Red Hat's fields out of `given`. Returns options with the field that each is from, and its value.
-    BadInputError for values that have no meaning here."""
+def convert_fields(values: Values, given: dict[str, Any]) -> None:
+    """Converts Red Hat's fields, which it takes out of `given`. BadInputError for values that have no meaning here."""
     if given.get("save_best_val_loss") is False and not any(given.get(name) for name in VALIDATION_DATA):
         del given["save_best_val_loss"]  # their default; an option without effect would be refused
-    found: dict[str, tuple[str, Any]] = {}
     dtype = given.pop("osft_upcast_dtype", None)
     name = to_name(dtype)
     if dtype is not None and foreign_names.DTYPES.get(name, name) not in ("float32", "float64"):
         raise make_bad_input(f"osft_upcast_dtype {dtype}: OSFT decomposes in float64 and computes in float32, always")
     if threshold := given.pop("val_loss_improvement_threshold", None):
-        found["best_metric"] = ("val_loss_improvement_threshold", f"loss:{threshold}")
+        values.give("best_metric", f"loss:{threshold}", by="val_loss_improvement_threshold")
     if (samples := given.pop("min_samples_per_validation", None)) is not None:
-        found["validate_every_steps"] = ("min_samples_per_validation", count_steps(samples, given))
+        values.give("validate_every_steps", count_steps(samples, given), by="min_samples_per_validation")
     choose_end(given)
     for name in [name for name in foreign_names.TRAIN_NAMES if name in given]:
         for option, value in convert_name(name, given.pop(name)).items():
-            if option in found:
-                raise make_bad_input(
-                    f"{found[option][0]} and {name} both set {flag_name(option)}: give only one of them"
-                )
-            found[option] = (name, value)
-    return found | convert_schedule_fields(given)
+            values.give(option, value, by=name)
+    for option, value in convert_schedule_fields(given).items():
+        values.give(option, value, by="lr_scheduler_kwargs")
 
 
 def convert_name(name: str, value: Any) -> dict[str, Any]:
@@ -361,7 +355,7 @@ def convert_name(name: str, value: Any) -> dict[str, Any]:
 
 
 def to_name(value: Any) -> str:
-    return str(value.value if isinstance(value, Enum) else value).removeprefix("torch.")
+    return str(to_plain(value)).removeprefix("torch.")
 
 
 def count_steps(samples: int, given: dict[str, Any]) -> int:
@@ -403,7 +397,7 @@ def list_other_ends(mode: str, given: dict[str, Any]) -> list[str]:
     return [name for name in END_OF_MODE.values() if name in given and name != END_OF_MODE[mode]]
 
 
-def convert_schedule_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
+def convert_schedule_fields(given: dict[str, Any]) -> dict[str, Any]:
     """Converts transformers' names and arguments of schedules, `lr_scheduler` and `lr_scheduler_kwargs`."""
     scheduler, values = str(given.get("lr_scheduler", "")), given.pop("lr_scheduler_kwargs", None) or {}
     if scheduler in foreign_names.SCHEDULES:
@@ -417,7 +411,7 @@ def convert_schedule_fields(given: dict[str, Any]) -> dict[str, tuple[str, Any]]
         raise make_bad_input(
             f"lr_scheduler_kwargs: {', '.join(unknown)}: allowed with {scheduler or 'the default'}: {allowed}"
         )
-    return {option: ("lr_scheduler_kwargs", value) for option, value in found.items()}
+    return found
 
 
 def list_notes(args: arguments.TrainingArgs) -> list[str]:

@@ -1,10 +1,8 @@
 """Exceptions raised by `run_training` and `process_data`: one class per exit code."""
 
-import copyreg
 from pathlib import Path
-from typing import Any
 
-from mini_trainer.distributed.ending import ExitCode
+from mini_trainer.distributed.ending import ExitCode, RunError
 
 
 class TrainingError(RuntimeError):
@@ -17,9 +15,8 @@ class TrainingError(RuntimeError):
         self.code = code
         self.log_file = log_file
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Lets pickle, by which pools return errors, pass on `code` and `log_file`, which are not among `args`."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+    # Lets pickle, by which pools return errors, pass on `code` and `log_file`, which are not among `args`.
+    __reduce__ = RunError.__reduce__
 
 
 class BadInputError(TrainingError, ValueError):

@@ -46,7 +46,9 @@ def send_callback(callback: Any, number: int) -> SentCallback:
     kind = callback if is_class else type(callback)
     check(callback, kind)
     is_theirs, name = is_trainer_callback(kind), kind.__name__
-    if is_class and not is_theirs and is_importable(kind):
+    # Whether another process finds the class by its module and name.
+    is_importable = getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+    if is_class and not is_theirs and kind.__module__ != "__main__" and is_importable:
         return SentCallback(f"{kind.__module__}:{kind.__qualname__}")
     if is_theirs:
         base, taken = "AsCallback", f"super().__init__({'given()' if is_class else 'given'})"
@@ -91,11 +93,6 @@ def check(callback: Any, kind: type) -> None:
 
 def refuse(name: str, reason: str) -> BadInputError:
     return make_bad_input(f"callbacks: {name}: {reason}")
-
-
-def is_importable(kind: type) -> bool:
-    """Whether another process finds a class by its module and name."""
-    return kind.__module__ != "__main__" and getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
 
 
 def pickle(callback: Any, name: str) -> bytes:

@@ -115,7 +115,10 @@ def run_experiments(several: list[ContinualSettings], runner: Runner) -> None:
     root = runner.root
     try:
         if not list(root.glob(f"**/{RECORD}")):  # else some of it is written
-            check_runs(root, list_runs(several), flag="output_dir: ")
+            # The exports of all tasks' runs stay.
+            runs = [(one.train_options(task) | {"model_name_or_path": one.model}, len(one.seeds) * one.orders)
+                    for one in several for task in one.tasks]  # fmt: skip
+            check_runs(root, runs, flag="output_dir: ")
         orders = settle_all(several, root)
         sets: list[SetSettings] = [*several[0].probes, *several[0].tasks]
         prepared = {one.name: prepare(one, several[0], root / "data" / one.name, runner) for one in sets}
@@ -130,15 +133,6 @@ def run_experiments(several: list[ContinualSettings], runner: Runner) -> None:
             say(f"{describe_comparison(experiments)}\nresults page: {(root / PAGE).as_uri()}")
     finally:
         runner.lock.release()
-
-
-def list_runs(several: list[ContinualSettings]) -> list[tuple[Values, int]]:
-    """The options of each task's runs, whose exports stay, and their number, over all orders and seeds."""
-    return [
-        (one.train_options(task) | {"model_name_or_path": one.model}, len(one.seeds) * one.orders)
-        for one in several
-        for task in one.tasks
-    ]
 
 
 def run_experiment(

@@ -38,14 +38,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 def memory_limit(num_bytes: int) -> Iterator[None]:
     """Raises MemoryError in the block once it needs this much more memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = measure_memory() + num_bytes
+    address_space = int(read_text(Path("/proc/self/statm")).split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    wanted = address_space + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def measure_memory() -> int:
-    """The size of this process's address space, in bytes."""
-    return int(read_text(Path("/proc/self/statm")).split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -188,8 +188,7 @@ def apply_attention(model: PreTrainedModel, requested: str, *, device: torch.dev
         return "padded"
     if needs_own_attention(find_blocks(model), config):
         return keep_own_attention(model, requested)
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        attention.mark_chunked(model, config)
+    attention.mark_chunked(model, config)
     backend = attention.choose_backend(requested, model=model, config=config, device=device, dtype=dtype)
     attention.register_backend(backend)
     if device.type == "cuda":

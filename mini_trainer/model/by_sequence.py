@@ -116,13 +116,9 @@ def join_output(values: tuple) -> Any:
     return OfEach(values) if is_index else None
 
 
-def find_masked(block: nn.Module) -> list[nn.Module]:
-    """A block's layers that take a mask: its attention."""
-    return [
-        child
-        for child in block.children()
-        if any("mask" in name for name in inspect.signature(type(child).forward).parameters)
-    ]
+def takes_mask(layer: nn.Module) -> bool:
+    """Whether the layer of a block is its attention."""
+    return any("mask" in name for name in inspect.signature(type(layer).forward).parameters)
 
 
 def split_layers(blocks: nn.ModuleList, held: list[HeldRow], *, has_own_attention: bool) -> None:
@@ -131,7 +127,7 @@ def split_layers(blocks: nn.ModuleList, held: list[HeldRow], *, has_own_attentio
     for block, row in zip(blocks, held, strict=True):
         layers = find_mixers(block)
         if has_own_attention:
-            layers += [layer for layer in find_masked(block) if layer not in layers]
+            layers += [layer for layer in block.children() if takes_mask(layer) and layer not in layers]
         for layer in layers:
             layer.forward = functools.partial(run_by_sequence, layer.forward, row)
 

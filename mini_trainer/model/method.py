@@ -59,6 +59,7 @@ class Method:
     saves_frozen = True  # checkpoints hold frozen parameters too; if not, they are read again from the model's files
     vocabulary_multiple = 64  # an extended vocabulary is padded to a multiple of this many rows
     metrics: tuple[str, ...] = ()  # names of the values that `measure` returns
+    recomputed: frozenset[str] = frozenset()  # operations whose outputs selective checkpointing does not keep
     export_error = 0.0  # allowed relative difference of an export's loss from the trained model's, beyond rounding
 
     @classmethod
@@ -105,8 +106,8 @@ class Method:
         """Allocates those tensors of its own layer that `fill` sets and FSDP does not shard."""
 
     def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
-        """Operations among `kept` whose outputs selective checkpointing keeps. Default: all."""
-        return kept
+        """Operations among `kept` whose outputs selective checkpointing keeps."""
+        return kept - self.recomputed
 
     def constrain_gradients(self) -> None:
         """Modifies gradients before their norm is computed. Default: no change."""

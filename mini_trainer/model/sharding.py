@@ -3,8 +3,9 @@
 A model that one rank holds as a whole has no FSDP, and neither have weights of another type (model.whole_weights).
 """
 
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ def apply_sharding(
                     unit,
                     mesh=world.mesh,
                     reshard_after_forward=reshard,
-                    shard_placement_fn=choose_dim(world.num_shards),
+                    shard_placement_fn=partial(choose_dim, world.num_shards),
                     mp_policy=root_policy if unit is packed_model else policy,
                     offload_policy=offload,
                     ignored_params=own_type,
@@ -234,14 +235,10 @@ def prepare_backward(packed_model: PackedModel, sharding: ShardingOptions, *, is
         packed_model.set_reshard_after_backward(is_last)
 
 
-def choose_dim(num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
+def choose_dim(num_shards: int, param: nn.Parameter) -> Shard | None:
     """Shards the experts of a layer, stored as (experts, rows, columns), by rows if there are too few of them."""
-
-    def placement(param: nn.Parameter) -> Shard | None:
-        by_rows = param.ndim == 3 and param.shape[0] % num_shards != 0 and param.shape[1] % num_shards == 0
-        return Shard(1) if by_rows else None
-
-    return placement
+    by_rows = param.ndim == 3 and param.shape[0] % num_shards != 0 and param.shape[1] % num_shards == 0
+    return Shard(1) if by_rows else None
 
 
 def fill_module(module: nn.Module, name: str, readers: Readers, *, tied: Container[str], device: torch.device) -> None:

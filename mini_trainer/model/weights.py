@@ -86,9 +86,8 @@ def read_weights(source: ModelSource, family: Family) -> Readers:
             readers.setdefault(origin, readers[target])
             del readers[target]
     family.leave_out(model)
-    kept = {name for tensors in (model.named_parameters, model.named_buffers)
-            for name, _ in tensors(remove_duplicate=False)}  # fmt: skip
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    kept = params | {name for name, _ in model.named_buffers(remove_duplicate=False)}
     where = f"--model-name-or-path {model_dir}"
     readers = {
         name: partial(read_finite, read, name, where) if name in params else read

@@ -257,14 +257,7 @@ class Unlabeled:
 
     family: Family
 
-    def pack(
-        self,
-        samples: Sequence[Sample],
-        *,
-        sources: np.ndarray | None = None,
-        num_sources: int = 1,
-        row_group: RowGroup | None = None,
-    ) -> MicroBatch:
+    def pack(self, samples: Sequence[Sample], *, row_group: RowGroup | None = None, **counted: Any) -> MicroBatch:
         """A micro-batch of the samples. `sources` and `num_sources` mean nothing: no targets are counted by them."""
         row, extras = self.family.pack(samples)
         if row_group is not None:

@@ -138,17 +138,12 @@ class TaughtChunk:
     num_values, chunk_bytes = NUM_VALUES, CHUNK_BYTES // 2
 
     def __call__(self, logits: Tensor, chunk: slice, needs_bias: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        tokens, teacher = self.tokens, self.read_teacher(chunk)
+        tokens, soft = self.tokens, self.targets.soft
+        teacher = next_tokens.compute_logits(self.targets.teacher, chunk) if soft is None else soft.slice(chunk)
         is_fused = self.is_fused and len(logits) > 1
         measure = next_tokens.fuse(measure_taught_chunk) if is_fused else measure_taught_chunk
         weights = None if tokens.token_weights is None else tokens.token_weights[chunk, None]
         return measure(logits, tokens.targets[chunk, None], weights, tokens.softcap, teacher, self.terms, needs_bias)
-
-    def read_teacher(self, chunk: slice) -> SoftTargets | Tensor:
-        """The chunk's part of a file's scores, or the teacher's logits."""
-        if self.targets.soft is not None:
-            return self.targets.soft.slice(chunk)
-        return next_tokens.compute_logits(self.targets.teacher, chunk)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Literal, get_origin
 
 from mini_trainer.distributed.command import describe_version, name_command
 from mini_trainer.distributed.ending import describe_error, exit_with_message, shorten_interrupts
@@ -176,7 +176,11 @@ def refuse_useless_flags(argv: list[str], options_class: type) -> None:
 def refuse_unknown_words(words: list[str], options_class: type) -> None:
     """ValueError for flags that do not exist, and for values that are no choice of a flag, with the closest ones."""
     types, problems = list_types(options_class), []
-    choices = {name: values for name, values in list_choices(options_class).items() if takes_choices_only(types[name])}
+    choices = {  # not those of options that also take other values, as `int | Literal["auto"]` does
+        name: values
+        for name, values in list_choices(options_class).items()
+        if all(get_origin(part) is Literal for part in list_parts(types[name]))
+    }
     known = [*types, *(f"no_{name}" for name, kind in types.items() if kind is bool)]
     for name, values in iterate_flags(words):
         allowed = choices.get(name)
@@ -191,11 +195,6 @@ def refuse_unknown_words(words: list[str], options_class: type) -> None:
             problems.append(f"{flag_name(name)} {values[0]}: allowed: {', '.join(allowed)}{hint}")
     if problems:
         raise ValueError("\n  ".join(problems))
-
-
-def takes_choices_only(kind: Any) -> bool:
-    """Whether the type has no value beside its choices but None, as `int | Literal["auto"]` has."""
-    return all(get_origin(part) is Literal for part in list_parts(kind))
 
 
 def suggest(word: str, known: Iterable[str], *, most: int = 1) -> str:

@@ -155,7 +155,7 @@ class ValidationOptions:
     preferences loss, rewards/accuracies or rewards/margins. METRIC:D, such as loss:0.01, counts only improvements of
     more than D."""
     early_stopping_patience: int | None = option(None, at_least=1)
-    """Stop after this many validations in a row without improvement."""
+    """Stop after this many validations in a row without improvement. A run that chooses its end has 2, at epochs."""
 
     @property
     def deciding(self) -> tuple[str, float]:

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from mini_trainer.distributed.command import name_command
@@ -99,17 +99,13 @@ def describe_options(options_class: type, names: Collection[str]) -> Iterator[st
     for option, group in iterate_fields(options_class):
         if option.name in names:
             by_group.setdefault(group, []).append(option)
-    types = list_groups(options_class)
+    types, texts = list_groups(options_class), read_helps(options_class)
     for group, own in by_group.items():
-        title = [] if group is None else [fill(f"{bold(group)}: {types[group].__doc__}", ""), ""]
-        yield "\n".join([*title, *describe_lines(options_class, own)])
-
-
-def describe_lines(options_class: type, shown: Sequence[dataclasses.Field]) -> Iterator[str]:
-    texts = read_helps(options_class)
-    for option in shown:
-        yield f"  {bold(describe_head(options_class, option))}"
-        yield fill(texts[option.name] + describe_default(option), INDENT)
+        lines = [] if group is None else [fill(f"{bold(group)}: {types[group].__doc__}", ""), ""]
+        for option in own:
+            lines.append(f"  {bold(describe_head(options_class, option))}")
+            lines.append(fill(texts[option.name] + describe_default(option), INDENT))
+        yield "\n".join(lines)
 
 
 def describe_head(options_class: type, option: dataclasses.Field, *, is_short: bool = False) -> str:
@@ -153,14 +149,10 @@ def one_sentence(text: str) -> str:
     return re.sub(r" \(docs/\S+\)", "", " ".join(text.split()).split(". ")[0]).rstrip(".")
 
 
-def width_shown() -> int:
-    return min(MOST_WIDTH, shutil.get_terminal_size().columns)
-
-
 def fill(text: str, indent: str) -> str:
     return textwrap.fill(
         " ".join(text.split()),
-        width_shown(),
+        min(MOST_WIDTH, shutil.get_terminal_size().columns),
         initial_indent=indent,
         subsequent_indent=indent,
         break_on_hyphens=False,

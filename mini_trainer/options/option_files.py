@@ -263,7 +263,13 @@ def escape(value: Any) -> Any:
 
 
 def describe_misread(message: str, options_class: type) -> str:
-    """tyro's message in one line, if it is about a value of the wrong type; otherwise unchanged."""
+    """tyro's message: in one line, if it is about a value of the wrong type; missing options as --help names them."""
+    if message.startswith("Missing from"):
+        from mini_trainer.options.help import describe_head
+
+        for option, _ in iterate_fields(options_class):
+            head = f"    {describe_head(options_class, option)}"
+            message = re.sub(rf"^ {{4}}{flag_name(option.name)}( .*)?$", head, message, flags=re.MULTILINE)
     misread = re.match(r"Error parsing (--[\w-]+): .*?(\[.*?\]|'.*?')", message, re.DOTALL)
     if misread is None:
         return message

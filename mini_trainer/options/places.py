@@ -55,9 +55,18 @@ def choose_places() -> str | None:
 
 
 def find_root() -> Path | None:
-    """The directory of this project's caches; None if there is none that can be written."""
+    """The directory of this project's caches: the usual one, or else this user's own among the temporary ones; None if
+    neither can be written, or somebody else has that one."""
     usual = find_home(os.environ.get(OWN, USUAL))
-    return usual if usual is not None and can_write(usual) else make_temporary()
+    if usual is not None and can_write(usual):
+        return usual
+    path = Path(tempfile.gettempdir(), f"mini_trainer-{os.getuid()}")
+    with contextlib.suppress(OSError):  # a full disk
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return path
+    return None
 
 
 def expand(path: str) -> Path:
@@ -80,14 +89,3 @@ def can_write(directory: Path) -> bool:
     """Whether files can be written in a directory, or it can be made."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-
-
-def make_temporary() -> Path | None:
-    """This user's own directory among the temporary ones; None if it cannot be made, or somebody else has it."""
-    path = Path(tempfile.gettempdir(), f"mini_trainer-{os.getuid()}")
-    with contextlib.suppress(OSError):  # a full disk
-        path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
-            return path
-    return None

@@ -2,15 +2,26 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from mini_trainer.data.columns.base import CAUSAL_LM
+from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.objectives.families.text_tower import text_config
-from mini_trainer.options import EndOptions, OptimizationOptions, TrainOptions, flag_name, replace_options
+from mini_trainer.options import (
+    TRAINING_DATA,
+    EndOptions,
+    OptimizationOptions,
+    TrainOptions,
+    ValidationOptions,
+    flag_name,
+    replace_options,
+)
 from mini_trainer.run.inputs import RunInputs
 
 NUM_UPDATES, MOST_EPOCHS = 200, 10
+PATIENCE, LEAST_HELD_OUT = 2, 50  # validations without a better one; samples of which the loss is more than chance
 # Learning rates of a model of 1.5 billion parameters; others have them by the root of the ratio of sizes.
 SIZE, RATES, MOST_RATE = 1.5e9, {"lora": 2e-4, "osft": 2e-4, "full": 2e-5}, 1e-3
 # Usual ones by the method's option: of published runs, OSFT's as measured in docs/reference/osft.md.
@@ -35,9 +46,10 @@ def choose_values(inputs: RunInputs) -> TrainOptions:
         chosen["batch_size"] = per_update
     if options.chooses_end:
         chosen["max_epochs"] = choose_epochs(num_samples / per_update)
+        chosen |= choose_stop(options.validation, inputs.validation_data)
     if options.optimization.learning_rate is None:
         chosen["learning_rate"] = choose_rate(find_method(inputs), size)
-    shown = " ".join(f"{flag_name(name)} {value:g}" for name, value in chosen.items())
+    shown = " ".join(flag_name(name) + ("" if value is True else f" {value:g}") for name, value in chosen.items())
     inputs.chosen = f"; chosen for them and {size / 1e6:.3g} million parameters: {shown}"
     inputs.options = options = replace_options(options, **chosen)
     inputs.data_options = replace(inputs.data_options, batch_size=options.data.batch_size)
@@ -53,6 +65,14 @@ def choose_batch_size(num_samples: int) -> int:
 def choose_epochs(num_updates: float) -> int:
     """Epochs of so many updates each."""
     return min(MOST_EPOCHS, math.ceil(NUM_UPDATES / num_updates))
+
+
+def choose_stop(o: ValidationOptions, held_out: Mixture | None) -> dict[str, Any]:
+    """Early stopping by held-out data, if there are enough and nothing else says when to validate."""
+    says = o.validate_at_epoch or o.validate_every_steps or o.early_stopping_patience
+    is_enough = held_out is not None and len(held_out.kept) >= LEAST_HELD_OUT
+    is_chosen = is_enough and not says and TRAINING_DATA not in o.validation_data_path
+    return {"validate_at_epoch": True, "early_stopping_patience": PATIENCE} if is_chosen else {}
 
 
 def find_method(inputs: RunInputs) -> str:

@@ -40,7 +40,7 @@ class Calendar:
         is_exported = is_exported or (exports.checkpoint_at_epoch and ends_epoch)
         is_exported = is_exported or (exports.save_final_checkpoint and is_last)
         return Due(
-            validation=bool(validation.validation_data_path) and is_validated,
+            validation=is_validated,
             checkpoint=is_saved or stop is not None or bool(flags & Flag.CHECKPOINT_DUE),
             export=is_exported or bool(flags & Flag.EXPORT_DUE),
             stop=stop,

@@ -24,6 +24,10 @@ def describe_result(message: str, exports: Exports, position: RunPosition, *, be
     result = ", ".join([f"{position.step:,} steps", *losses])
     said = f"{message}: {result}" if message == "done" else f"{message}\n{result}"
     lines = [*(f"warning: {warning}" for warning in exports.inputs.warnings), said]
+    if exports.inputs.samples is not None:
+        from mini_trainer.run.samples import describe_answers
+
+        lines += describe_answers(exports.inputs.samples, output_dir)
     last_model, best_model = exports.path_of(position), exports.directory / "best"
     models = [(best_model, f"best model, after step {best_step}")] if best_step not in (None, position.step) else []
     models = [(path, name) for path, name in [*models, (last_model, "model after the last step")] if path.is_dir()]

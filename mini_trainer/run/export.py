@@ -258,7 +258,8 @@ class ExportWriter:
         parts = self.parts
         left_out = list_left_out(parts.source, parts.family, trained=shapes.keys()) if shapes else {}
         self.is_multimodal = bool(shapes) and is_multimodal(config)
-        self.needed_bytes = sum(one.nbytes for one in (*shapes.values(), *map(describe_stored, left_out.values())))
+        of_model = sum(one.nbytes for one in (*shapes.values(), *map(describe_stored, left_out.values())))
+        self.needed_bytes = parts.method.count_export_bytes(of_model)
         self.aside = disk.make_aside(self.export_dir, self.needed_bytes, what="the export", begun=parts.begun)
         with self.describing_errors():
             self.pool = WritePool(NUM_FILES, min(WAITING_BYTES, self.needed_bytes // 4))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from mini_trainer.data.stores.disk import link_beside, remove_directory, remove_quietly
+from mini_trainer.data.stores.disk import check_room, link_beside, remove_directory, remove_quietly
 from mini_trainer.data.stores.model_files import CARD_FILE
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.ending import RunError, log
@@ -57,6 +57,9 @@ class Exports:
         self.directory = self.output_dir / EXPORTS_DIR
         self.begun: set[Path] = set()  # see `make_aside`
         self.first_averaged: int | None = None  # step before those of the average that the last export does not have
+        if (options.save_final_checkpoint or options.on_the_way) and not (self.directory / LATEST).exists():
+            adapter_bytes, what = inputs.method.count_export_bytes(0), f"an adapter in --output-dir {self.output_dir}"
+            call_on_rank0(world, lambda: check_room(self.directory, adapter_bytes, what))  # models' are known earlier
         self.uploads: Sequence[Uploads] = ()
         if world.rank == 0 and (hub.push_to_hub, options.upload_to) != (None, None):
             from mini_trainer.run.uploads import open_uploads

@@ -84,7 +84,7 @@ class RunInputs:
     origin: Checkpoint | None = None  # of another run, whose weights and optimizer state this one starts with
     schedule_steps: int | None = None  # of the learning rate, which runs can share; None: no end
     callbacks: "Classes" = field(default_factory=dict)
-    samples: "Samples | None" = None  # None without --sample-prompts
+    samples: "Samples | None" = None  # None without prompts to answer
     errors: Errors = field(default_factory=Errors)
     warnings: list[str] = field(default_factory=list)
 

@@ -9,13 +9,12 @@ import contextlib
 import hashlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mini_trainer.data.stores.contents import Tell
 from mini_trainer.data.stores.disk import hash_json, locked, written_aside
 from mini_trainer.data.stores.made import MADE, is_as_made, record_made
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -69,7 +68,7 @@ class StartScores:
         return part[first : first + self.firsts[i + 1] - self.firsts[i]]
 
 
-def add_scores(inputs: RunInputs, model: PackedModel, *, world: World, progress: Tell) -> None:
+def add_scores(inputs: RunInputs, model: PackedModel, *, world: World, progress: Callable[[str], None]) -> None:
     """Gives the old samples that the run draws what `model`, the model at its start, says of them; computes what no run
     has computed. All ranks call this."""
     old, objective = inputs.old, inputs.objective.of_old

@@ -16,11 +16,12 @@ from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, finge
 from mini_trainer.data.tokenized.detection import DRAWN_FILE
 from mini_trainer.distributed.command import name_program
 from mini_trainer.model.fingerprints import fingerprint_model
-from mini_trainer.options import TrainOptions, flag_name
+from mini_trainer.options import TrainOptions, flag_name, flatten_options
 from mini_trainer.options.places import expand
 from mini_trainer.options.tools import DrawSamplesOptions
 
 FOLDER, KEY_LENGTH, VERSION = "drawn", 32, 1
+OF_RUN = ("model_name_or_path", "model_revision", "trust_remote_code", "skip_verification", "data_cache_dir")
 
 
 def describe_drawing(o: DrawSamplesOptions) -> dict[str, float]:
@@ -30,14 +31,8 @@ def describe_drawing(o: DrawSamplesOptions) -> dict[str, float]:
 
 def make_draw_options(options: TrainOptions) -> DrawSamplesOptions:
     """The options of `draw-samples` for a run's model."""
-    o = options.model
-    return DrawSamplesOptions(
-        model_name_or_path=o.model_name_or_path,
-        model_revision=o.model_revision,
-        trust_remote_code=o.trust_remote_code,
-        skip_verification=options.skip_verification,
-        data_cache_dir=options.data_cache_dir,
-    )
+    values = flatten_options(options)
+    return DrawSamplesOptions(**{name: values[name] for name in OF_RUN})
 
 
 def locate_samples(o: DrawSamplesOptions) -> Path:

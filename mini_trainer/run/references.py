@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mini_trainer.data.stores.contents import Tell
 from mini_trainer.data.stores.disk import hash_json
 from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.data.tokenized.reader import TokenizedData
@@ -26,7 +25,12 @@ PART_SIZE = 4096
 
 
 def add_reference(
-    inputs: RunInputs, model: PackedModel, build: Callable[[ModelSource], PackedModel], *, world: World, progress: Tell
+    inputs: RunInputs,
+    model: PackedModel,
+    build: Callable[[ModelSource], PackedModel],
+    *,
+    world: World,
+    progress: Callable[[str], None],
 ) -> None:
     """Adds the objective's reference column to the run's data; scores rows that no run has scored. `model`: the model
     at the start of the run, the default reference; `build` makes another one. All ranks call this."""

@@ -1,8 +1,8 @@
-"""--sample-prompts: at each validation the model answers a few prompts, for people to read.
+"""The model answers a few prompts before training, at each validation and at the end, for people to read.
 
-In: rows of the formats that generate.py reads. Out: samples_0.jsonl, a line for each prompt at each validation. Answers
-are greedy, by the model as it is sharded, without a cache of keys and values. n unfinished sequences, V vocabulary
-size.
+In: the rows of --sample-prompts; in a run that chooses its own values, else, two questions of its data. Out:
+samples_0.jsonl, a line for each prompt each time. Answers are greedy, by the model as it is sharded, without a cache of
+keys and values. n unfinished sequences, V vocabulary size.
 """
 
 import json
@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mini_trainer.data.rows.prompts import encode_prompt, find_refusal, read_prompts
+from mini_trainer.data.columns.base import IGNORED
+from mini_trainer.data.rows.prompts import Prompt, encode_prompt, find_refusal, read_prompts, render_prompt
 from mini_trainer.data.stores.disk import hash_json, written_aside
 from mini_trainer.data.stores.json_lines import parse_sample
+from mini_trainer.data.tokenized.mixture import Mixture
 from mini_trainer.distributed.devices import run_eagerly
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, gather_on_rank0
@@ -78,6 +80,7 @@ def is_any(value: bool, world: World) -> bool:
 FLAG = "--sample-prompts"
 # They bound the cost: a forward pass over all prompts and answers for each new token.
 MOST_PROMPTS, MOST_TOKENS, MOST_NEW_TOKENS = 16, 4096, 64
+NUM_QUESTIONS, NUM_SEEN = 2, 100  # of the data, and the samples among which they are looked for
 CHARS_SHOWN = 80  # of a prompt and of an answer, on the console
 
 
@@ -85,7 +88,9 @@ CHARS_SHOWN = 80  # of a prompt and of an answer, on the console
 class Samples:
     """The prompts, and the limits of their answers."""
 
+    kind: str  # what they are, for people
     shown: tuple[str, ...]
+    references: tuple[str | None, ...]  # the right answers, as far as they are known
     ids: tuple[list[int], ...]
     room: tuple[int, ...]  # most tokens of each answer
     stops: tuple[int, ...]  # tokens that end an answer
@@ -104,6 +109,7 @@ class Samples:
             {
                 "step": step,
                 "prompt": self.shown[i],
+                **({} if self.references[i] is None else {"reference": self.references[i]}),
                 "answer": self.tokenizer.decode(ids, skip_special_tokens=True),
                 "finish_reason": "stop" if ids and ids[-1] in self.stops else "length",
                 "num_tokens": len(ids),
@@ -113,50 +119,103 @@ class Samples:
 
 
 def open_samples(
-    path: str,
+    path: str | None,
     config: PreTrainedConfig,
     generation_config: GenerationConfig,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    has_images: bool,
-) -> Samples:
-    """Reads the prompts of --sample-prompts for a model; ValueError for what it cannot answer."""
-    if has_images:
-        raise ValueError(f"{FLAG}: answers of models that train on images are not implemented: remove the option")
-    prompts = read_prompts([path], None, flag=FLAG)
-    if len(prompts) > MOST_PROMPTS:
-        raise ValueError(
-            f"{FLAG} {path}: has {len(prompts):,} prompts, allowed: {MOST_PROMPTS}, all of which are answered at each"
-            " validation: keep a few (generate.py answers any number with an export)"
-        )
-    ids = [encode_prompt(prompt, tokenizer) for prompt in prompts]
-    num_tokens = sum(map(len, ids))
-    if num_tokens > MOST_TOKENS:
-        raise ValueError(
-            f"{FLAG} {path}: its {len(prompts)} prompts have {num_tokens:,} tokens together, allowed: {MOST_TOKENS:,}:"
-            " shorten them, or keep fewer"
-        )
+    data: Mixture,
+    held_out: Mixture | None,
+) -> Samples | None:
+    """The prompts of --sample-prompts; without a path, questions of the run's data, None if it has none. ValueError for
+    prompts that the model cannot answer."""
     context = getattr(text_config(config), "max_position_embeddings", None)
+    kind, asked = FLAG, []
+    if path is not None:
+        if data.has_images:
+            raise ValueError(f"{FLAG}: answers of models that train on images are not implemented: remove the option")
+        asked = read_given(path, tokenizer, context)
+    elif not data.has_images:
+        kind = f"two {'trained' if held_out is None else 'held-out'} questions"
+        asked = cut_questions(held_out or data, tokenizer, context)
+    if not asked:
+        return None
+    shown, ids, references = zip(*asked, strict=True)
+    room = tuple(MOST_NEW_TOKENS if context is None else min(MOST_NEW_TOKENS, context - len(own)) for own in ids)
+    return Samples(kind, shown, references, ids, room, tuple(list_stops(generation_config, tokenizer)), tokenizer)
+
+
+Asked = list[tuple[str, list[int], str | None]]  # a prompt as shown, its token ids, and the right answer if it is known
+
+
+def read_given(path: str, tokenizer: PreTrainedTokenizerBase, context: int | None) -> Asked:
+    """Reads the prompts of --sample-prompts; ValueError for what the model, of this context, cannot answer."""
+    prompts = read_prompts([path], None, flag=FLAG)
+    ids = [encode_prompt(prompt, tokenizer) for prompt in prompts]
+    if len(prompts) > MOST_PROMPTS or sum(map(len, ids)) > MOST_TOKENS:
+        raise ValueError(
+            f"{FLAG} {path}: has {len(prompts):,} prompts of {sum(map(len, ids)):,} tokens together, allowed:"
+            f" {MOST_PROMPTS} of {MOST_TOKENS:,}, which are answered at each validation: keep a few (mini-trainer"
+            " generate answers any number with an export)"
+        )
+    asked: Asked = []
     for prompt, own in zip(prompts, ids, strict=True):
         reason = find_refusal(len(own), context) if own else "has no tokens, so there is nothing to continue"
         if reason is not None:
             raise ValueError(f"{FLAG}: {prompt.place}: {reason}")
-    return Samples(
-        tuple(prompt.shown for prompt in prompts),
-        tuple(ids),
-        tuple(MOST_NEW_TOKENS if context is None else min(MOST_NEW_TOKENS, context - len(own)) for own in ids),
-        tuple(list_stops(generation_config, tokenizer)),
-        tokenizer,
-    )
+        asked.append((prompt.shown, own, next(iter(prompt.references), None)))
+    return asked
+
+
+def cut_questions(data: Mixture, tokenizer: PreTrainedTokenizerBase, context: int | None) -> Asked:
+    """The first samples' tokens up to their first answer, and that answer; none of samples that are trained whole."""
+    asked: dict[str, tuple[str, list[int], str]] = {}  # by what is shown
+    most = min(MOST_TOKENS // NUM_QUESTIONS, context or MOST_TOKENS)
+    for row in data.kept[:NUM_SEEN]:
+        sample = data.read(row)
+        ids, is_trained = sample["input_ids"], sample["labels"] != IGNORED
+        start = int(is_trained.argmax())
+        end = start + int((~is_trained[start:]).argmax())
+        if 0 < start < most and len(asked) < NUM_QUESTIONS:
+            shown = find_question(tokenizer.decode(ids[:start]), tokenizer)
+            answer = tokenizer.decode(ids[start : end if end > start else None], skip_special_tokens=True)
+            asked.setdefault(shown, (shown, ids[:start].tolist(), answer))
+    return list(asked.values())
+
+
+def find_question(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The last user message of a rendered prompt; more of the prompt if the message's beginning is not found."""
+    mark = "a question"
+    try:
+        message = {"role": "user", "content": mark}
+        before, _, after = render_prompt(Prompt(row={}, messages=[message]), tokenizer)[0].partition(mark)
+    except ValueError:  # a template that renders no single user message
+        return text
+    header = before[max(0, *map(before.rfind, tokenizer.get_added_vocab())) :]
+    asked = (text.rpartition(after)[0] or text) if after else text
+    return (asked.rpartition(header)[2] if header else asked).strip()
+
+
+def describe_answers(samples: Samples, output_dir: Path) -> list[str]:
+    """Lines with the first prompts' answers before training and after, as far as samples_0.jsonl has them."""
+    with open_regular(output_dir / SAMPLES_FILE) as file:
+        rows = [row for row in map(parse_sample, file) if row is not None]
+    lines = [f"{samples.kind}, answered before and after (all in {SAMPLES_FILE}):"]
+    for shown, reference in list(zip(samples.shown, samples.references, strict=True))[:NUM_QUESTIONS]:
+        answers = [row["answer"] for row in rows if row["prompt"] == shown]
+        parts = {"right": reference, "before": answers[0], "after": answers[-1]} if len(answers) > 1 else {}
+        said = [f"    {name + ':':<8}{shorten(text)}" for name, text in parts.items() if text is not None]
+        lines += [f"  {shorten(shown)}", *said]
+    return lines
 
 
 class SamplesFile(Sink):
     """Writes samples_0.jsonl, and the first answer to the console.
-    A run that resumes after `first_step` steps keeps the lines until then; without an earlier validation, none."""
+    A run that resumes after `first_step` steps keeps the lines until then; one that has neither trained nor validated
+    yet, none."""
 
     def __init__(self, output_dir: Path, *, first_step: int, num_validations: int):
         self.path = output_dir / SAMPLES_FILE
-        self.known = keep_lines(self.path, last_step=first_step if num_validations else -1)
+        self.known = keep_lines(self.path, last_step=first_step if first_step or num_validations else -1)
         self.file = open_own(self.path, "a")
 
     def write_samples(self, rows: list[dict[str, Any]]) -> None:

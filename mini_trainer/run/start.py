@@ -126,11 +126,12 @@ def open_inputs(
         from mini_trainer.run.old_stream import open_stream
 
         inputs.old = errors.attempt(lambda: open_stream(inputs.old_data, inputs.data_options, options.keep.keep_share))
-    if (prompts := options.validation.sample_prompts) is not None and inputs.tokenizer is not None:
+    asks = (prompts := options.validation.sample_prompts) or (inputs.chosen and num_sharing == 1)
+    if asks and inputs.tokenizer is not None:
         from mini_trainer.run.samples import open_samples
 
-        model, has_images = (inputs.config, inputs.generation_config, inputs.tokenizer), inputs.data.has_images
-        inputs.samples = errors.attempt(lambda: open_samples(prompts, *model, has_images=has_images))
+        model, data = (inputs.config, inputs.generation_config, inputs.tokenizer), (inputs.data, inputs.validation_data)
+        inputs.samples = errors.attempt(lambda: open_samples(prompts, *model, *data))
     if inputs.batching is not None:
         errors.attempt(lambda: check_schedule(inputs, options.optimization))
         describe_data(inputs, num_dropped=num_dropped, start=start)

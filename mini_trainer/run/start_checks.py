@@ -90,12 +90,10 @@ def find_oddities(
     data, num_steps = inputs.data, inputs.num_steps
     if batching is not None and batching.mean_samples > len(data.kept):
         inputs.warnings.append(f"{batching.flag}: each step draws the {len(data.kept)} samples repeatedly")
-    if batching is not None and num_steps is not None and end.max_steps is None:
-        num_updates = inputs.num_steps_before + num_steps
-        if num_updates < FEW_UPDATES:
-            from mini_trainer.run.choices import describe_few_updates
+    if batching is not None and num_steps is not None and end.max_steps is None and inputs.last_step < FEW_UPDATES:
+        from mini_trainer.run.choices import describe_few_updates
 
-            inputs.warnings.append(describe_few_updates(num_updates, FEW_UPDATES, inputs, optimization, end))
+        inputs.warnings.append(describe_few_updates(inputs.last_step, FEW_UPDATES, inputs, optimization, end))
     if data is not None and inputs.validation_data is not None and TRAINING_DATA not in validation.validation_data_path:
         trained = {source.path.resolve() for source in data.sources}
         for source in inputs.validation_data.sources:
@@ -111,7 +109,7 @@ def find_oddities(
         )
     if not exports.save_final_checkpoint and not exports.on_the_way:
         inputs.warnings.append("--no-save-final-checkpoint: the trained model will not be exported")
-    last = None if num_steps is None else max(inputs.num_steps_before + num_steps, inputs.schedule_steps)
+    last = None if num_steps is None else max(inputs.last_step, inputs.schedule_steps)
     if last is not None and num_warmup_steps >= last:
         inputs.warnings.append(
             f"--num-warmup-steps {num_warmup_steps}: the run of {last} steps ends before its peak learning rate"

@@ -116,10 +116,9 @@ class Validations:
         patience = self.options.early_stopping_patience
         return self.progress is not None and patience is not None and self.progress.num_worse >= patience
 
-    @property
-    def is_first_missing(self) -> bool:
-        """Whether the model still has to be validated before the first step."""
-        return self.progress is not None and self.progress.last_step is None
+    def is_missing_at(self, start: RunPosition) -> bool:
+        """Whether the model still has to be validated, or asked, before the first step."""
+        return start.step == 0 if self.progress is None else self.progress.last_step is None
 
     @property
     def num_done(self) -> int:
@@ -147,9 +146,23 @@ class Validations:
     def measure(
         self, state: TrainState, position: RunPosition, log: TrainingLog, exports: Exports, *, cap: int
     ) -> bool:
-        """Validates the model at `position`, and exports it if it is the best so far; returns whether to stop early.
-        `cap`: tokens per rank and micro-batch."""
-        start, inputs, (metric, least) = time.monotonic(), self.inputs, self.options.deciding
+        """Validates the model at `position`, and exports it if it is the best so far; writes its answers to the run's
+        prompts. Returns whether to stop early. `cap`: tokens per rank and micro-batch."""
+        start, inputs = time.monotonic(), self.inputs
+        metrics = None if self.progress is None else self.score(state, position, cap=cap)
+        samples = inputs.samples and inputs.samples.answer(state, position.step, progress=self.control.progress)
+        if metrics is not None:
+            metrics["seconds"] = time.monotonic() - start
+            log.write_validation(metrics)
+        if samples is not None:
+            log.write_samples(samples)
+        if metrics is not None and metrics["is_best"] and self.options.export_best:
+            exports.write(state, position, best=metrics)
+        return self.has_learnt_enough
+
+    def score(self, state: TrainState, position: RunPosition, *, cap: int) -> dict[str, Any]:
+        """The metrics of a validation, which counts from now on."""
+        inputs, (metric, least) = self.inputs, self.options.deciding
         where = {
             "step": position.step,
             "epoch": position.num_samples / len(inputs.data.kept),
@@ -166,14 +179,4 @@ class Validations:
         self.progress = self.progress.after(
             metrics[metric], step=position.step, more_is_better=inputs.objective.metrics[metric], least=least
         )
-        metrics["is_best"] = is_best = self.progress.best_step == position.step
-        samples = None
-        if inputs.samples is not None:
-            samples = inputs.samples.answer(state, position.step, progress=self.control.progress)
-        metrics["seconds"] = time.monotonic() - start
-        log.write_validation(metrics)
-        if samples is not None:
-            log.write_samples(samples)
-        if is_best and self.options.export_best:
-            exports.write(state, position, best=metrics)
-        return self.has_learnt_enough
+        return metrics | {"is_best": self.progress.best_step == position.step}

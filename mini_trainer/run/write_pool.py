@@ -203,14 +203,6 @@ DTYPES = {
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
-METADATA = {"format": "pt"}
-
-
-def encode_header(header: dict[str, Any]) -> bytes:
-    """The first bytes of a file: the header's length, and the header."""
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 class TensorFile:
@@ -237,11 +229,13 @@ class TensorFile:
 def lay_out(tensors: dict[str, tuple[str, Sequence[int]]]) -> tuple[bytes, dict[str, range]]:
     """The header of a file of tensors of these dtypes and shapes, and each tensor's range of bytes in the file."""
     order = list(ITEM_SIZES)
-    header: dict[str, Any] = {"__metadata__": METADATA}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ends = [0]
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (order.index(item[1][0]), item[0])):
         ends.append(ends[-1] + math.prod(shape) * ITEM_SIZES[dtype])
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends[-2:]}
-    text = encode_header(header)
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
     del header["__metadata__"]
-    return text, {name: range(*(len(text) + end for end in entry["data_offsets"])) for name, entry in header.items()}
+    begin = len(text := len(text).to_bytes(8, "little") + text)
+    return text, {name: range(*(begin + end for end in entry["data_offsets"])) for name, entry in header.items()}

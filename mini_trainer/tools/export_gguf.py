@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from mini_trainer.data.stores.disk import check_output
 from mini_trainer.data.stores.model_files import MODEL_FLAG, verify_weights
 from mini_trainer.distributed.ending import ending_with_message
-from mini_trainer.distributed.messages import say, say_note
+from mini_trainer.distributed.messages import say
 from mini_trainer.options.problems.finding import require
 from mini_trainer.use.inference.loading import find_in_run
 
@@ -40,7 +40,7 @@ def export_gguf(options: ExportGgufOptions) -> None:
         if path.exists():
             raise ValueError(f"--output {output}: {path} already exists; choose another file or folder")
     if not options.skip_verification:
-        verify_weights(str(model_dir), say_note)
+        verify_weights(str(model_dir))
     num_bytes, notes = write_gguf(model_dir, output, options.dtype, modelfile=modelfile)
     for note in notes:
         say(f"note: {note}")

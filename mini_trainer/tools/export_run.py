@@ -83,7 +83,7 @@ def export_run(options: ExportRunOptions, world: World, control: RunControl) -> 
     export = run / EXPORTS_DIR / f"samples_{newest}"
     if checkpoint is None:
         if newest:
-            return f"{export}: is the run's newest model; it has no checkpoint of a later step"
+            return f"nothing to do: {export} is the run's newest model, and no checkpoint is of a later step"
         raise ValueError(f"{run}: has no checkpoint to export from: start its command again")
     start = RunPosition(**checkpoint.state["position"])
     if newest > start.num_samples:

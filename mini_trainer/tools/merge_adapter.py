@@ -22,7 +22,7 @@ from mini_trainer.data.stores.disk import check_place, make_parent
 from mini_trainer.data.stores.model_files import find_model, find_weights, naming_config, verify_weights
 from mini_trainer.data.stores.tokenizers import load_tokenizer
 from mini_trainer.distributed.devices import DTYPES
-from mini_trainer.distributed.messages import say, say_note
+from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_on_rank0, call_with_world
 from mini_trainer.model.config import ModelSource, load_config, load_generation_config
 from mini_trainer.model.method import Full, MetaModel
@@ -59,8 +59,8 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     model_dir = find_model(name, revision=revision, trust_remote_code=options.trust_remote_code)
     find_weights(name, model_dir)
     if not options.skip_verification:
-        verify_weights(model_dir, say_note)
-        adapter_files.verify_adapter(adapter, say_note)
+        verify_weights(model_dir)
+        adapter_files.verify_adapter(adapter)
     family = TextFamily()
     model_config = load_config(model_dir, family, trust_remote_code=options.trust_remote_code)
     generation_config = adapter_files.read_generation_config(adapter) or load_generation_config(model_dir, model_config)
@@ -84,7 +84,7 @@ def merge_adapter(options: MergeAdapterOptions, world: World) -> None:
     dtype = DTYPES[options.export_dtype]
     call_on_rank0(world, lambda: make_parent(output_dir))
     write_export(
-        method.merge_given(readers, dtype),
+        method.merger.list_groups({name: readers[name]().float() for name in method.saved_names.values()}, dtype),
         output_dir,
         model_config,
         ExportParts(family, Full(), generation_config, tokenizer, dtype, source, carry_check(adapter, dtype)),

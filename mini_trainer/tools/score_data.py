@@ -31,10 +31,10 @@ from mini_trainer.data.stores.model_files import name_model
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer
 from mini_trainer.data.tokenized.fetched import download_data_sets
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
+from mini_trainer.data.tokenized.reader import TokenizedData
 from mini_trainer.distributed.agreement import compare_ranks, describe_program
 from mini_trainer.distributed.ending import ExitCode, RunError
-from mini_trainer.distributed.messages import say, say_note, show_progress
+from mini_trainer.distributed.messages import say, show_progress
 from mini_trainer.distributed.world import World, call_on_each_node, call_on_rank0, call_with_world
 from mini_trainer.model.config import check_rope
 from mini_trainer.model.fingerprints import digest_data
@@ -47,7 +47,13 @@ from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
 from mini_trainer.options import flatten_options
 from mini_trainer.use.evaluation.data_sets import build_scorer
-from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model
+from mini_trainer.use.inference.loading import (
+    FoundModel,
+    check_answering,
+    check_num_rows,
+    find_answering_model,
+    verify_files,
+)
 
 
 def score(options: ScoreDataOptions, world: World) -> None:
@@ -62,16 +68,9 @@ def score(options: ScoreDataOptions, world: World) -> None:
         call_on_rank0(world, lambda data=data, seen=seen: check_aligned(data, seen))
     scorer = Scorer(options, read, world)
     if not options.skip_verification:
-        call_on_each_node(world, lambda: verify_files(scorer.found, [*sets, *(read if options.teacher_data else ())]))
+        call_on_each_node(world, lambda: verify_files([scorer.found], sets + (read if options.teacher_data else [])))
     for data, seen in zip(sets, read, strict=True):
         score_set(data, seen, scorer)
-
-
-def verify_files(found: FoundModel, sets: Sequence[Mixture]) -> None:
-    """Checks what will be read against the hashes recorded when it was written."""
-    found.verify()
-    for data in sets:
-        verify_data(*data.sources, say_note)
 
 
 def score_set(data: Mixture, seen: Mixture, scorer: "Scorer") -> None:

@@ -92,17 +92,14 @@ def read_tensor(path: Path, name: str) -> np.ndarray:
     return next(tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
 
 
-def name_split(path: Path) -> str:
-    return gguf.GGUFReader(path).fields["tokenizer.ggml.pre"].contents()
-
-
 @pytest.mark.parametrize(("kind", "type"), [*PAIRS, *KINDS])
 def test_an_export_answers_in_llama_cpp_as_in_transformers(kind, type, exports, table: Table, tmp_path):
     model_dir, chats = exports[kind], ask_chats()
     path = export(model_dir, tmp_path / "model.gguf", type)
     bounds = BOUNDS[type]
     if type == "q8_0":
-        assert check_converted(model_dir, path, type, split=name_split(path)) > 10
+        split = gguf.GGUFReader(path).fields["tokenizer.ggml.pre"].contents()
+        assert check_converted(model_dir, path, type, split=split) > 10
     elif kind.startswith("gemma3"):
         bounds = (max(bounds[0], TOLERANCE_OF_GELU), bounds[1])
     compare_answers(table, f"{kind} {type}", model_dir, path, chats, bounds)

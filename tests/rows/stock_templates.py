@@ -6,11 +6,14 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from tiny_models import SHAPE, save_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from trait_templates import TRAITS
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from mini_trainer.data.chat.conversation import TokenizedChat
 from mini_trainer.data.chat.masking import ChatMasker
+from mini_trainer.data.rows.formats import find_format, read_example
 
 HERE = Path(__file__).parent / "chat_templates"
 TRL = find_spec("trl")
@@ -72,6 +75,23 @@ def make_tokenizer(template: str, stops: tuple[str, ...]) -> PreTrainedTokenizer
     wrapped.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     wrapped.chat_template = template
     return wrapped
+
+
+def in_parts(message: dict) -> dict:
+    """The message with OpenAI's list of parts as its content."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def write_model(path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A small random model with this tokenizer."""
+    save_model(LlamaConfig(**SHAPE | {"vocab_size": len(tokenizer)}), path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def mask(masker: ChatMasker, row: dict) -> TokenizedChat | ValueError:
+    (masked,) = masker.mask([read_example(row, find_format(row), is_given=False)])
+    return masked
 
 
 @cache

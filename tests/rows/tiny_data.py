@@ -42,12 +42,16 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     """`rows` as .arrow, .parquet or .jsonl, by the ending of `path`; record batches of 7 rows."""
     if path.suffix == ".jsonl":
         return write_jsonl(path, rows)
-    table = pa.Table.from_pylist(rows, schema=TextColumns.schema)
+    return write_table(path, pa.Table.from_pylist(rows, schema=TextColumns.schema), batch_rows=7)
+
+
+def write_table(path: Path, table: pa.Table, *, batch_rows: int = 2) -> Path:
+    """A table as it is, whatever its columns, as .arrow or .parquet."""
     if path.suffix == ".parquet":
-        pq.write_table(table, path, row_group_size=7)
+        pq.write_table(table, path, row_group_size=batch_rows)
     else:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, TextColumns.schema) as writer:
-            writer.write_table(table, max_chunksize=7)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=batch_rows)
     return path
 
 
@@ -58,6 +62,23 @@ def write_samples(path: Path, samples: list[Tokens]) -> Path:
 def read_lines(path: Path) -> list[dict]:
     """The rows of a JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_chats(path: Path) -> list[tuple[str, ...]]:
+    """The contents of each chat's messages."""
+    return [tuple(message["content"] for message in row["messages"]) for row in read_lines(path)]
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    """All files below a directory, by their paths in it."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def flip_bit(path: Path, place: float = 0.7) -> Path:
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    path.write_bytes(content)
+    return path
 
 
 def write_counting_chats(path: Path) -> None:

@@ -5,6 +5,7 @@ import io
 import os
 from pathlib import Path
 
+import pytest
 from forked import succeed
 from processes import flags
 
@@ -23,6 +24,13 @@ def train_on(num_ranks: int, world: World, **options: object) -> None:
         train_here(world, **{name: str(value) if isinstance(value, Path) else value for name, value in options.items()})
     else:
         train_forked(num_ranks, **options)
+
+
+def train_once(tmp_path_factory: pytest.TempPathFactory, world: World, **options: object) -> Path:
+    """The output directory of a run on one rank that the tests of a module share."""
+    output_dir = tmp_path_factory.mktemp("runs") / "run"
+    train_on(1, world, **options, output_dir=output_dir)
+    return output_dir
 
 
 def train_forked(num_ranks: int, **options: object) -> str:

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import small_runs
 import torch
 from hand_made import read_triple
 from in_process import train_on
@@ -12,7 +13,7 @@ from plain_loop import train_plainly
 from safetensors.torch import load_file
 from small_runs import NUM_SAMPLES, OPTIONS, read_rows
 from tiny_data import make_samples, write_samples
-from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE, save_model, save_tokenizer
+from tiny_models import FAMILIES, SHAPE, VOCAB_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3MoeConfig
 
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
@@ -30,9 +31,7 @@ LORA = dict(lora=True, lora_rank=4, lora_alpha=16.0, seed=SEED, max_steps=STEPS,
 
 
 def make_inputs(root: Path, family: str) -> dict[str, str]:
-    model = save_tokenizer(save_model(CONFIGS[family], root / "model"))
-    data = write_samples(root / "data.arrow", make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE))
-    return dict(model_name_or_path=str(model), data_path=str(data))
+    return small_runs.make_inputs(root, CONFIGS[family])
 
 
 def train(world, inputs: dict[str, str], output_dir: Path, **options: object) -> Path:

@@ -1,6 +1,7 @@
 """Runs of a tiny model on a tiny data set, and what they leave to compare."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, save_model, save_tokenizer
 from transformers import PreTrainedConfig
 
 from mini_trainer.data.columns.base import Sample
+from mini_trainer.distributed.world import World
 from mini_trainer.objectives.families.family import MicroBatch
 from mini_trainer.objectives.next_tokens import CausalLM
 from mini_trainer.run.checkpoint_files import TensorReader, read_manifest
@@ -49,6 +51,20 @@ def make_samples_of(lengths: tuple[int, ...], *, seed: int) -> list[Sample]:
 def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The gradients that there are, by parameter."""
     return {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
+
+
+def save_and_end(results: object, output: str, world: World) -> None:
+    """Ends a worker under torchrun as train.py does: gloo's threads and the interpreter's own end do not always go
+    together. Rank 0 saves the results."""
+    if world.rank == 0:
+        torch.save(results, output)
+    torch.distributed.destroy_process_group()
+    os._exit(0)
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model's files."""
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:

@@ -3,14 +3,15 @@
 import base64
 import hashlib
 import json
-import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from local_server import OpenServer, QuietHandler
 
 NO_ANSWER = 0  # the connection ends instead
 
 
-class Hub:
+class Hub(OpenServer):
     """Repositories as {name: {branch: {path: bytes}}}, requests as they came, and what to answer them with."""
 
     def __init__(self):
@@ -24,22 +25,13 @@ class Hub:
         self.failures: dict[str, list[int]] = {}  # statuses to answer the next requests of this last word with
         hub = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 hub.answer(self)
 
             do_POST = do_PUT = do_HEAD = do_GET
 
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        self.open(Handler)
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))

@@ -5,11 +5,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 from hub_standin import send_json
-from local_server import serving
+from local_server import QuietHandler, serving
 
 
 def repeat(body: dict[str, Any]) -> dict[str, Any]:
@@ -54,11 +54,8 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     server: Server
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         send_json(self, 200, {"object": "list", "data": self.server.models})

@@ -1,14 +1,14 @@
 """A web server for files, with the faults that a test asks for."""
 
 import hashlib
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 from heavy import need
+from local_server import OpenServer, QuietHandler
 
 
-class RangeServer:
+class RangeServer(OpenServer):
     """Files by name, and how the next requests for their content are answered, each once.
 
     None: well; "break": half of the answer, then the end of the connection; "500"; "whole": the file, for any range;
@@ -25,7 +25,7 @@ class RangeServer:
         self.names: list[str] = []  # of the files whose content was asked for
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             protocol_version = "HTTP/1.1"
 
             def do_HEAD(self) -> None:
@@ -42,12 +42,7 @@ class RangeServer:
             def do_GET(self) -> None:
                 server.answer(self)
 
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.open(Handler)
 
     def refuses(self, request: BaseHTTPRequestHandler) -> bool:
         """Whether the file has a status, with which this answers."""
@@ -83,7 +78,3 @@ class RangeServer:
         request.end_headers()
         request.wfile.write(part[: len(part) // 2] if fault == "break" else part)
         request.close_connection = True
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()

@@ -6,11 +6,9 @@ torchrun ... first_gradients.py MODEL DATA MAX_TOKENS_PER_GPU OUTPUT BATCH_SIZE.
 """
 
 import itertools
-import os
 import sys
 
-import torch
-import torch.distributed as dist
+from small_runs import save_and_end
 from tiny_models import build
 
 from mini_trainer.data.tokenized.mixture import Mixture
@@ -50,7 +48,4 @@ for (kind, model), batch_size in itertools.product(models.items(), batch_sizes):
         )
     )
     model.zero_grad()
-if world.rank == 0:
-    torch.save(results, output)
-dist.destroy_process_group()
-os._exit(0)  # as train.py ends: gloo's threads and the interpreter's own end do not always go together
+save_and_end(results, output, world)

@@ -4,14 +4,12 @@ torchrun ... resharding.py MODEL NUM_MICRO_BATCHES OUTPUT OPTIONS_AS_JSON...
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from small_runs import make_samples_of
+from small_runs import make_samples_of, save_and_end
 from tiny_models import build
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -67,7 +65,4 @@ def take_steps(values: dict, world: World) -> dict:
 FSDPParamGroup._to_unsharded = record_gathering
 whole = init_world()
 results = [take_steps(json.loads(case), whole) for case in cases]
-if whole.rank == 0:
-    torch.save(results, output)
-dist.destroy_process_group()
-os._exit(0)  # as train.py ends: gloo's threads and the interpreter's own end do not always go together
+save_and_end(results, output, whole)

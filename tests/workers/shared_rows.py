@@ -3,13 +3,11 @@
 torchrun ... shared_rows.py OUTPUT NAME=MODEL...
 """
 
-import os
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from sharing import BORDERS, run_rows
+from small_runs import save_and_end
 from tiny_models import build, make_osft
 
 from mini_trainer.distributed.world import init_world, make_row_group
@@ -43,7 +41,4 @@ for name, path in (model.split("=", 1) for model in models):
             reports=sums.reports,
         )
         model.zero_grad()
-if world.rank == 0:
-    torch.save(results, output)
-dist.destroy_process_group()
-os._exit(0)  # as train.py ends: gloo's threads and the interpreter's own end do not always go together
+save_and_end(results, output, world)

@@ -293,18 +293,15 @@ def cut_bodies(text: str, skeleton: Skeleton, turns: list[Turn], values: Any) ->
 
 def read_body(outline: Outline, skeleton: Skeleton, turn: Turn, render: Render) -> str | None:
     """The rendered text of one turn, with placeholders in all other messages; None if it cannot be cut out."""
-
-    def reveal(i: int, placeholder: Any) -> Any:
-        leaf = outline.leaves[i]
-        return placeholder if leaf.kind == "id" else leaf.value
-
-    messages = list(outline.messages)
-    messages[turn.message] = replace_placeholders(messages[turn.message], reveal)
+    leaves, messages = outline.leaves, list(outline.messages)
+    messages[turn.message] = replace_placeholders(
+        messages[turn.message], lambda i, placeholder: placeholder if leaves[i].kind == "id" else leaves[i].value
+    )
     values: list[Any] = []
     replace_placeholders(outline.messages, lambda i, placeholder: values.append((i, placeholder)))
     if (bodies := cut_bodies(render([messages])[0], skeleton, [turn], dict(values))) is None:
         return None
     for i, placeholder in values:
-        if outline.leaves[i].kind == "id":
-            bodies[0] = bodies[0].replace(placeholder, outline.leaves[i].value)
+        if leaves[i].kind == "id":
+            bodies[0] = bodies[0].replace(placeholder, leaves[i].value)
     return bodies[0]

@@ -86,11 +86,6 @@ class Columns(ABC):
     has_labels = False  # whether rows name classes or values, which the sidecar lists
     facts: tuple[str, ...] = ()  # list columns that describe a sample without being part of it
 
-    @property
-    def sample_columns(self) -> list[str]:
-        """The columns of a sample: its tokens, its targets, and those that may be null."""
-        return [field.name for field in self.schema if pa.types.is_list(field.type) and field.name not in self.facts]
-
     def fill(self, name: str, length: int) -> np.ndarray | tuple[()]:
         """The value of an optional column for a sample of `length` tokens that has none."""
         value = self.optional[name]
@@ -152,13 +147,13 @@ def check_numbers(sample: Sample, name: str, row: RowFacts, *, most: float = np.
 
 def format_count(label: str, count: int, whole: int | None = None) -> str:
     """A line of a report, with the share of `whole` if there is one."""
-    return f"  {label:<24}{count:>14,}" + ("" if whole is None else f"  {count / max(whole, 1):.1%}")
+    return f"  {label:<28}{count:>14,}" + ("" if whole is None else f"  {count / max(whole, 1):.1%}")
 
 
 COLUMNS: Mapping[str, Columns] = Doors(
     {
         CAUSAL_LM: "mini_trainer.data.columns.token_columns:TEXTS",
-        VISION: "mini_trainer.data.columns.token_columns:PICTURED",
+        VISION: "mini_trainer.data.columns.image_columns:PICTURED",
         SEQUENCES: "mini_trainer.data.columns.label_columns:SEQUENCE_LABELS",
         TOKENS: "mini_trainer.data.columns.label_columns:TOKEN_LABELS",
         PREFERENCE: "mini_trainer.data.columns.preference_columns:PREFERENCES",

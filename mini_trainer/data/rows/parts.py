@@ -281,12 +281,6 @@ def find_difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     return None
 
 
-def describe_read(sources: Sequence[Source], divided: Sequence[Source]) -> list[list[Any]]:
-    """Number, format and hash of each source whose end is in `divided`."""
-    numbers = {str(source): number for number, source in enumerate(sources)}
-    return [[numbers[str(one)], one.format, one.sha256] for one in divided if one.sections.end is None]
-
-
 def fill_in(sources: Sequence[Source], parts: Sequence[Part]) -> None:
     """Sets the sources' formats and hashes, as the parts have found them."""
     for part in parts:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -32,8 +32,6 @@ REMEMBERED_FROM = 64 << 20  # bytes; smaller files are hashed at every start, in
 ANNOUNCED_FROM = 1 << 30  # bytes; takes a second
 NUM_THREADS = 8  # files of a model hashed at the same time
 ADVICE = "copy it again from its source; --skip-verification uses it anyway"
-
-Tell = Callable[[str], object]  # prints a note
 
 
 def fingerprint_file(path: Path) -> str:
@@ -172,11 +170,11 @@ def is_foreign(manifest: Path) -> bool:
         return False
 
 
-def verify_model(directory: Path, weights: Collection[str], tell: Tell = log.debug) -> None:
-    """Checks a model's or adapter's files against its manifest; reports if there is none. ValueError if any of the
+def verify_model(directory: Path, weights: Collection[str]) -> None:
+    """Checks a model's or adapter's files against its manifest; the log says if there is none. ValueError if any of the
     `weights`, names of files, differs or is not listed. A warning names other files that were edited."""
     if (found := list_recorded(directory)) is None:
-        tell(f"{directory}: has no {MANIFEST}: its weights are used unverified")
+        log.debug(f"{directory}: has no {MANIFEST}: its weights are used unverified")
         return
     recorded, manifest = found
     if unlisted := sorted(set(weights) - recorded.keys()):

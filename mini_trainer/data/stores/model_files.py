@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mini_trainer.data.stores.contents import Tell, verify_model
+from mini_trainer.data.stores.contents import verify_model
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.messages import one_line
 from mini_trainer.options.reading import open_regular, open_tensors, read_object
@@ -137,11 +137,11 @@ def find_weights(model_name_or_path: str, model_dir: str) -> None:
     check_weights(path)
 
 
-def verify_weights(model_dir: str, tell: Tell = log.debug) -> None:
+def verify_weights(model_dir: str) -> None:
     """Checks a model's files against the hashes of its export (`verify_model`)."""
     path = Path(model_dir)
     names = list_weights(path)
-    verify_model(path, names if names == [WEIGHTS] else [INDEX, *names], tell)
+    verify_model(path, names if names == [WEIGHTS] else [INDEX, *names])
 
 
 def check_model_dir(path: Path, *, trust_remote_code: bool) -> list[str]:

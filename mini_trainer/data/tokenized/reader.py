@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from mini_trainer.data.columns.base import COLUMNS, LENGTHS_COLUMN, Columns, RowFacts, Sample, check_sample, read_task
 from mini_trainer.data.columns.token_columns import IMAGES_COLUMN
-from mini_trainer.data.stores.contents import Tell, check_recorded, warn_of_edited
+from mini_trainer.data.stores.contents import check_recorded, warn_of_edited
 from mini_trainer.data.tokenized.by_row import RowRange, Rows, find_top_row, iterate_chunks
 from mini_trainer.data.tokenized.index import ArrowFile, Index, iterate_batches, list_views, open_index
 from mini_trainer.distributed.ending import log
@@ -65,8 +65,9 @@ class TokenizedData:
         num_nulls, num_rows = index.num_nulls, len(self.lengths)
         if num_rows == 0:
             raise ValueError(f"{path}: holds no samples")
-        # A column that is missing or null in all rows is none of its samples'.
-        self.columns = frozenset(name for name in self.kind.sample_columns if num_nulls.get(name, num_rows) < num_rows)
+        # The columns of a sample: its lists that do not describe it. One that is missing or null in all rows is none.
+        lists = {field.name for field in self.kind.schema if pa.types.is_list(field.type)} - {*self.kind.facts}
+        self.columns = frozenset(name for name in lists if num_nulls.get(name, num_rows) < num_rows)
         self._starts = index.first_rows
         self._open_batch = functools.lru_cache(maxsize=NUM_OPEN_BATCHES)(self._read_batch)
         has_images, has_sequences = IMAGES_COLUMN in self.kind.optional, LENGTHS_COLUMN in self.kind.schema.names
@@ -316,11 +317,11 @@ def read_sidecar(data_path: str | Path) -> dict[str, Any] | None:
     return sidecar
 
 
-def verify_data(data: TokenizedData, tell: Tell = log.debug) -> None:
-    """Checks the data set's file against the hash in its sidecar; reports if there is none."""
+def verify_data(data: TokenizedData) -> None:
+    """Checks the data set's file against the hash in its sidecar; the log says if there is none."""
     recorded = find_recorded_file(data.sidecar)
     if not recorded:
-        tell(f"{data.path}: no {data.path.name}.meta.json records its hash: it is used unverified")
+        log.debug(f"{data.path}: no {data.path.name}.meta.json records its hash: it is used unverified")
         return
     check_recorded(data.path, recorded, record=f"{data.path}.meta.json")
     warn_of_edited(f"{data.path}.meta.json", data.sidecar)

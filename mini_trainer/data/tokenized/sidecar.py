@@ -122,15 +122,12 @@ def describe_dependencies(
         "special_tokens": [tokenizer.all_special_tokens, load_stop_token_ids(model_dir)],
         "images": identify_images(options, model_dir),
         "date": date,
-        "versions": describe_versions(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     }
     return json.loads(json.dumps(found))  # as it is read back
 
 
-def describe_versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {name: version(name) for name in ("transformers", "tokenizers")}
-
-
+PACKAGES = ("transformers", "tokenizers")  # whose versions are recorded
 FORMAT_VERSION = 3  # of tokenized data sets
 KEY_LENGTH = 16  # digits of the hash
 HOW_ONLY = ("input_file", "num_proc")  # options that do not affect the content of a data set

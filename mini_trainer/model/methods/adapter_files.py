@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from mini_trainer.data.stores.contents import Tell, verify_model
+from mini_trainer.data.stores.contents import verify_model
 from mini_trainer.data.stores.json_lines import refuse_repeated_keys
 from mini_trainer.data.stores.model_files import GENERATION, check_values
 from mini_trainer.distributed.ending import log
@@ -227,9 +227,9 @@ def hash_adapter(directory: Path) -> dict[str, str]:
     return {name: hash_file(directory / name)["sha256"] for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
 
 
-def verify_adapter(directory: Path, tell: Tell = log.debug) -> None:
+def verify_adapter(directory: Path) -> None:
     """Checks an adapter's files against the hashes of its export (`verify_model`)."""
-    verify_model(directory, [ADAPTER_WEIGHTS], tell)
+    verify_model(directory, [ADAPTER_WEIGHTS])
 
 
 def find_base(adapter: Path, *, flag: str) -> tuple[str, str | None]:

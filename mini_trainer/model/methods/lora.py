@@ -35,6 +35,7 @@ class LoRA(Method):
 
     tags = ("lora",)
     saves_frozen = False
+    recomputed = frozenset({"aten::mm"})  # also of other layers; a layer's last and largest product is an addmm
     vocabulary_multiple = 1  # so that the adapter fits a model resized to the tokenizer's length
 
     @classmethod
@@ -149,10 +150,6 @@ class LoRA(Method):
         if isinstance(module, nf4.NF4Weight) and module.packed.is_meta:
             nf4.fill_packed(module, name, readers, world=world)
 
-    def keep_operations(self, kept: frozenset[str]) -> frozenset[str]:
-        # A layer's last and largest product is an addmm; mm, also of other layers, is recomputed.
-        return kept - {"aten::mm"}
-
     def count_added(self) -> int:
         return self.num_added
 
@@ -180,11 +177,6 @@ class LoRA(Method):
             return []
         self.adapter = gathered
         return self.merger.list_groups(gathered, dtype) if self.merges else []
-
-    def merge_given(self, readers: Readers, dtype: torch.dtype) -> list[WeightGroup]:
-        """The merged model for a given adapter, without training. On rank 0, after `prepare`."""
-        given = {name: readers[name]().float() for name in self.saved_names.values()}
-        return self.merger.list_groups(given, dtype)
 
     def write_extras(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.writes_adapter and self.merges:

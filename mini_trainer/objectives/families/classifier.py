@@ -88,15 +88,8 @@ class ClassifierFamily(family.Family):
         return self.auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
     def load_model(self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool) -> family.Loaded:
-        return self.auto_class.from_pretrained(
-            model_dir,
-            num_labels=len(self.labels.names),
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report lists them, and the head is reinitialized
-            trust_remote_code=trust_remote_code,
-        )
+        loading = dict(dtype=dtype, trust_remote_code=trust_remote_code, **family.REPORTED)
+        return self.auto_class.from_pretrained(model_dir, num_labels=len(self.labels.names), **loading)
 
     def find_head(self, model: PreTrainedModel) -> list[str]:
         """Names of the modules with weights outside the base model, and of the base's pooler (BERT)."""

@@ -22,6 +22,8 @@ from mini_trainer.objectives.families.text_tower import LeftOut, find_decoder
 
 Part = TypeVar("Part")
 Loaded = tuple[PreTrainedModel, dict[str, Any]]  # with transformers' report of missing and mismatched weights
+# Options with which transformers reports them: the caller refuses them, or reinitializes a classifier's head.
+REPORTED = dict(use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True)
 
 
 @dataclass

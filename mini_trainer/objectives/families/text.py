@@ -61,14 +61,8 @@ class TextFamily(family.Family):
 
     def load_model(self, model_dir: str, *, dtype: torch.dtype, trust_remote_code: bool) -> family.Loaded:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
-        return choose_auto_class(config).from_pretrained(
-            model_dir,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report lists them, and the caller refuses them
-            trust_remote_code=trust_remote_code,
-        )
+        loading = dict(dtype=dtype, trust_remote_code=trust_remote_code, **family.REPORTED)
+        return choose_auto_class(config).from_pretrained(model_dir, **loading)
 
     def leave_out(self, model: PreTrainedModel) -> text_tower.LeftOut:
         return text_tower.keep_text_tower(model)

@@ -49,11 +49,6 @@ def make_line(request: Request, answer: Answer, made_by: dict[str, Any]) -> Line
     }
 
 
-def is_empty(line: Line) -> bool:
-    """Whether the answer has neither text nor calls."""
-    return not line["answer"].strip() and not line.get("message", {}).get("tool_calls")
-
-
 def is_refused(line: Line) -> bool:
     """Whether the prompt was too long for the model."""
     return line["finish_reason"] == REFUSED
@@ -238,7 +233,8 @@ def report_problems(lines: Sequence[Line], file: AnswerFile) -> None:
             f"warning: {file.path}: {num_cut:,} of {len(lines):,} answers end at the end of the model's context, before"
             " --max-new-tokens"
         )
-    if empty := [line for line in lines if is_empty(line) and not is_refused(line)]:
+    silent = [line for line in lines if not (line["answer"].strip() or line.get("message", {}).get("tool_calls"))]
+    if empty := [line for line in silent if not is_refused(line)]:
         num_reasoning = sum("reasoning_content" in line.get("message", {}) for line in empty)
         why = "" if num_reasoning == 0 else f"; {num_reasoning:,} of them have only reasoning (under `message`)"
         log.warning(f"warning: {file.path}: {len(empty):,} of {len(lines):,} answers are empty{why}")
