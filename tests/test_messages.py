@@ -302,7 +302,7 @@ def warn_of_oddities(path: Path, patch: pytest.MonkeyPatch) -> str:
     batching = SimpleNamespace(mean_samples=8, flag="--batch-size 8")
     data = SimpleNamespace(kept=range(5), sources=[SimpleNamespace(path=Path("/data.arrow"))])
     inputs = SimpleNamespace(data=data, validation_data=data, batching=batching, warnings=[], num_steps=5,
-                             num_steps_before=0, schedule_steps=5, values={"context_parallel": None})  # fmt: skip
+                             last_step=5, schedule_steps=5, values={"context_parallel": None})  # fmt: skip
     o = group_options(TrainOptions, output_dir=str(path), model_name_or_path="m", data_path="d", num_warmup_steps=9,
                       save_final_checkpoint=False)  # fmt: skip
     find_oddities(inputs, o.optimization, o.end, o.validation, o.exports, num_rows=16)

@@ -144,7 +144,7 @@ def describe_inputs(inputs: RunInputs, *, verifies: bool) -> Groups:
             for i, source in enumerate(data.sources, start=1)
             for name, value in describe_data(source, is_verified=verifies).items()
         }
-        | ({} if inputs.samples is None else {"--sample-prompts": inputs.samples.digest[:DIGITS]}),
+        | ({} if inputs.values["sample_prompts"] is None else {"--sample-prompts": inputs.samples.digest[:DIGITS]}),
         "model": {
             "tokenizer": fingerprint_tokenizer_state(inputs.tokenizer)[:DIGITS],
             **{

@@ -147,7 +147,7 @@ def check_numbers(sample: Sample, name: str, row: RowFacts, *, most: float = np.
 
 def format_count(label: str, count: int, whole: int | None = None) -> str:
     """A line of a report, with the share of `whole` if there is one."""
-    return f"  {label:<28}{count:>14,}" + ("" if whole is None else f"  {count / max(whole, 1):.1%}")
+    return f"  {label:<24}{count:>14,}" + ("" if whole is None else f"  {count / max(whole, 1):.1%}")
 
 
 COLUMNS: Mapping[str, Columns] = Doors(

@@ -24,7 +24,7 @@ from mini_trainer.data.rows.writer import TokenizedSample
 from mini_trainer.distributed.messages import say, shows_progress
 from mini_trainer.options import RowOptions
 
-DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing to train on", "invalid": "invalid"}
+DROPPED = {"too_long": "dropped: too long", "nothing_trained": "dropped: nothing trained", "invalid": "invalid"}
 SHOWN_SAMPLES_SEED = 42  # seed of the lots that choose the samples to show
 SECONDS_PER_LINE = 10  # between progress lines without a terminal
 MAX_REASON_KINDS = 200  # further kinds of reasons are counted together
