@@ -103,7 +103,7 @@ def test_report_and_visible_masks(model, tmp_path, capsys):
     source = write_rows(tmp_path / "in.jsonl", [chat(12), only_user, chat(30)])
     process_data(options_for(model, source, tmp_path / "out.jsonl", string_for_printing_masks="[...]"))
     out = capsys.readouterr().out
-    assert "3 rows" in out and "nothing to train on" in out
+    assert "3 rows" in out and "nothing trained" in out
     assert "\n[...]12 42 42 42 42 42<|im_end|>[...]\n" in out and "\n[...]30 42 42<|im_end|>[...]\n" in out
 
 
