@@ -29,13 +29,13 @@ from mini_trainer.distributed.messages import say
 from mini_trainer.distributed.world import World, call_on_each_node, call_with_world
 from mini_trainer.options import flatten_options
 from mini_trainer.options.problems.finding import require
-from mini_trainer.use.evaluation.data_sets import check_set, collect_set, measure_sets, open_set
+from mini_trainer.use.evaluation.data_sets import check_set, collect_set, measure_sets, open_set, verify_files
 from mini_trainer.use.evaluation.harness import HARNESS, check_harness, collect_harness, run_harness
 from mini_trainer.use.evaluation.models import Named, list_models, name_files
 from mini_trainer.use.evaluation.results import Measured, write_results
 from mini_trainer.use.evaluation.tasks import EvaluationTask, collect_task, measure_task, open_task
 from mini_trainer.use.inference.engine import open_engine
-from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model, verify_files
+from mini_trainer.use.inference.loading import FoundModel, check_answering, find_answering_model
 
 
 def evaluate(options: EvaluateOptions, world: World) -> None:

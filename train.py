@@ -119,6 +119,7 @@ def train(options: TrainOptions, world: World, control: RunControl) -> tuple[Exi
     training_log = run.open_log(inputs, options.tracking, num_validations=validations.num_done)
     rescue = functools.partial(run.rescue, validations.describe)
     exports = Exports(options.exports, options.hub, inputs, world, control, training_log, rescue=rescue)
+    exports.check_room()
     if run.checkpoint and exports.is_missing(position, calendar, num_steps=num_steps):
         exports.write(state, position)
     if validations.is_missing_at(position):

@@ -57,14 +57,17 @@ class Exports:
         self.directory = self.output_dir / EXPORTS_DIR
         self.begun: set[Path] = set()  # see `make_aside`
         self.first_averaged: int | None = None  # step before those of the average that the last export does not have
-        if (options.save_final_checkpoint or options.on_the_way) and not (self.directory / LATEST).exists():
-            adapter_bytes, what = inputs.method.count_export_bytes(0), f"an adapter in --output-dir {self.output_dir}"
-            call_on_rank0(world, lambda: check_room(self.directory, adapter_bytes, what))  # models' are known earlier
         self.uploads: Sequence[Uploads] = ()
         if world.rank == 0 and (hub.push_to_hub, options.upload_to) != (None, None):
             from mini_trainer.run.uploads import open_uploads
 
             self.uploads = open_uploads(hub, upload_to=options.upload_to)
+
+    def check_room(self) -> None:
+        """OSError if the disk has no room for a first adapter; `preflight` checks it for a model."""
+        if (self.options.save_final_checkpoint or self.options.on_the_way) and not (self.directory / LATEST).exists():
+            needed, what = self.inputs.method.count_export_bytes(0), f"an adapter in --output-dir {self.output_dir}"
+            call_on_rank0(self.world, lambda: check_room(self.directory, needed, what))
 
     def is_missing(self, position: RunPosition, calendar: Calendar, *, num_steps: int | None) -> bool:
         """Whether an export was due at `position` but was not written before the run ended."""

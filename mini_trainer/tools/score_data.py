@@ -46,14 +46,8 @@ from mini_trainer.objectives.families.text_tower import count_logits
 from mini_trainer.objectives.objective import PackedModel
 from mini_trainer.objectives.soft_targets import TopTokens, make_record_type
 from mini_trainer.options import flatten_options
-from mini_trainer.use.evaluation.data_sets import build_scorer
-from mini_trainer.use.inference.loading import (
-    FoundModel,
-    check_answering,
-    check_num_rows,
-    find_answering_model,
-    verify_files,
-)
+from mini_trainer.use.evaluation.data_sets import build_scorer, verify_files
+from mini_trainer.use.inference.loading import FoundModel, check_answering, check_num_rows, find_answering_model
 
 
 def score(options: ScoreDataOptions, world: World) -> None:

@@ -1,7 +1,7 @@
 """Scores models on tokenized sets of any task; existing results are reused."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from mini_trainer.data.columns.base import CAUSAL_LM, PREFERENCE, SEQUENCES, TOK
 from mini_trainer.data.columns.label_columns import describe_names
 from mini_trainer.data.stores.tokenizers import fingerprint_tokenizer
 from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.reader import TokenizedData
+from mini_trainer.data.tokenized.reader import TokenizedData, verify_data
 from mini_trainer.distributed.ending import log
 from mini_trainer.distributed.world import World, call_on_rank0
 from mini_trainer.model.build import build_model
@@ -134,6 +134,14 @@ def build_scorer(found: FoundModel, objective: Objective, *, dtype: str, world: 
     model = build_model(source, compute, ShardingOptions(), objective=objective, method=method, world=world)
     check_model(model, objective, world=world)
     return model.eval()
+
+
+def verify_files(found: Iterable[FoundModel], data_sets: Iterable[Mixture]) -> None:
+    """Checks what will be read against the hashes recorded when it was written."""
+    for model in found:
+        model.verify()
+    for data in data_sets:
+        verify_data(*data.sources)
 
 
 def collect_set(name: str, data: Mixture, found: FoundModel, tables: Sequence[np.ndarray]) -> Measured:

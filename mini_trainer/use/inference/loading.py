@@ -1,6 +1,5 @@
 """Models for inference: a directory, a hub name, or a LoRA adapter with its base; checked first, loaded later."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from mini_trainer.data.columns.base import SEQUENCES, TOKENS
 from mini_trainer.data.stores.model_files import GENERATION, find_model, find_weights, naming_config, verify_weights
 from mini_trainer.data.stores.tokenizers import fingerprint_chat_template, fingerprint_tokenizer, load_tokenizer
-from mini_trainer.data.tokenized.mixture import Mixture
-from mini_trainer.data.tokenized.reader import verify_data
 from mini_trainer.distributed.devices import DTYPES
 from mini_trainer.distributed.messages import say_note, shows_progress
 from mini_trainer.model.config import load_generation_file, read_config
@@ -79,14 +76,6 @@ class FoundModel:
         if self.adapter is not None:
             identity |= {"adapter": str(self.adapter), "adapter_sha256": adapter_files.hash_adapter(self.adapter)}
         return identity
-
-
-def verify_files(found: Iterable[FoundModel], data_sets: Iterable[Mixture]) -> None:
-    """Checks what will be read against the hashes recorded when it was written."""
-    for model in found:
-        model.verify()
-    for data in data_sets:
-        verify_data(*data.sources)
 
 
 def find_answering_model(
