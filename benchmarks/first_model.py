@@ -29,19 +29,23 @@ from make_forgetting import ATTRIBUTES, FIRST, LAST, draw, make_chain, make_tick
 from tabulate import tabulate
 
 METRICS = {"facts": "contains", "tickets": "exact_match", "chains": "number"}
-LORA = ["--input-file", "data/train.jsonl", "--lora", "--output-dir", "run", "--compute-dtype", "bfloat16"]
+TRAIN = [
+    "mini-trainer",
+    "train",
+    "--input-file",
+    "data/train.jsonl",
+    "--validation-share",
+    "0.05",
+    "--output-dir",
+    "run",
+]
+TRAIN += ["--compute-dtype", "bfloat16"]
 FORMER = ["--learning-rate", "2e-4", "--batch-size", "16", "--max-epochs", "3"]
 PROGRAMS = {
-    "chosen": ["mini-trainer", "train", *LORA, "--validation-share", "0.05"],
-    "former": ["mini-trainer", "train", *LORA, "--validation-share", "0.05", *FORMER],
+    "chosen": [*TRAIN, "--lora"],
+    "former": [*TRAIN, "--lora", *FORMER],
     "trl": ["trl", "sft", "--dataset_name", "data", "--use_peft", "--output_dir", "run", "--use_cpu", "True"],
-    "chosen_full": [
-        "mini-trainer",
-        "train",
-        *(word for word in LORA if word != "--lora"),
-        "--validation-share",
-        "0.05",
-    ],
+    "chosen_full": TRAIN,
 }
 NUM_ASKED = 100  # of the trained questions, and of those held out
 
@@ -58,20 +62,21 @@ class Options:
     kinds: tuple[str, ...] = tuple(METRICS)
 
 
-def make_rows(kind: str, size: int) -> tuple[list[dict], list[dict]]:
-    """Rows to train, and rows with the same answers or of the same kind to ask."""
+def make_rows(kind: str, size: int) -> tuple[list[dict], list[dict], list[dict]]:
+    """Rows to train, trained questions, and other wordings of these, or other rows of the kind."""
     rng = random.Random(size)
     if kind != "facts":
         rows = draw({"tickets": make_ticket, "chains": make_chain}[kind], rng, size + NUM_ASKED)
-        return rows[NUM_ASKED:], rows[:NUM_ASKED]
+        return rows[NUM_ASKED:], rows[NUM_ASKED:], rows[:NUM_ASKED]
     names = rng.sample([f"{first} {last}" for first in FIRST for last in LAST], -(-size // 2 // len(ATTRIBUTES)))
-    trained, asked = [], []
+    rows, trained, held_out = [], [], []
     for name, one in [(name, one) for name in names for one in ATTRIBUTES][: size // 2]:
         value, questions = rng.choice(one.values), [wording.format(name=name) for wording in one.wordings]
-        trained += [make_chat(question, one.answer.format(name=name, value=value)) for question in questions[:2]]
-        asked.append((make_chat(questions[0], value), make_chat(questions[3], value)))
-    rng.shuffle(trained)
-    return trained, asked
+        rows += [make_chat(question, one.answer.format(name=name, value=value)) for question in questions[:2]]
+        trained.append(make_chat(questions[0], value))
+        held_out.append(make_chat(questions[3], value))
+    rng.shuffle(rows)
+    return rows, trained, held_out
 
 
 def run(directory: Path, words: list[str]) -> float:
@@ -87,10 +92,8 @@ def measure(program: str, kind: str, size: int, options: Options) -> None:
     directory = options.output_dir / f"{kind}_{size}_{program}"
     if (result := directory / "result.json").exists():
         return
-    rows, asked = make_rows(kind, size)
-    again = [pair[0] for pair in asked] if kind == "facts" else rows
-    held_out = [pair[1] for pair in asked] if kind == "facts" else asked
-    parts = {"data/train": rows, "asked/trained": again[:NUM_ASKED], "asked/held_out": held_out[:NUM_ASKED]}
+    rows, trained, held_out = make_rows(kind, size)
+    parts = {"data/train": rows, "asked/trained": trained[:NUM_ASKED], "asked/held_out": held_out[:NUM_ASKED]}
     for name, part in parts.items():
         path = directory / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

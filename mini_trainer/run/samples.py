@@ -175,10 +175,12 @@ def cut_questions(data: Mixture, tokenizer: PreTrainedTokenizerBase, context: in
         ids, is_trained = sample["input_ids"], sample["labels"] != IGNORED
         start = int(is_trained.argmax())
         end = start + int((~is_trained[start:]).argmax())
-        if 0 < start < most and len(asked) < NUM_QUESTIONS:
+        if 0 < start < most:
             shown = find_question(tokenizer.decode(ids[:start]), tokenizer)
             answer = tokenizer.decode(ids[start : end if end > start else None], skip_special_tokens=True)
             asked.setdefault(shown, (shown, ids[:start].tolist(), answer))
+        if len(asked) == NUM_QUESTIONS:
+            break
     return list(asked.values())
 
 

@@ -46,7 +46,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 
 def write_table(path: Path, table: pa.Table, *, batch_rows: int = 2) -> Path:
-    """A table as it is, whatever its columns, as .arrow or .parquet."""
+    """Writes a table unchanged, as .arrow or .parquet."""
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=batch_rows)
     else:
