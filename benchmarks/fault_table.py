@@ -579,7 +579,7 @@ def cut_network(run: Run, table: Table) -> None:
             time.sleep(0.02)
         all_seconds = time.monotonic() - begin
         outcome = json.loads((twin.output_dir / "exit.json").read_text())["name"]
-        stacks = sorted(path.name for path in (twin.output_dir / "errors").iterdir())
+        stacks = sorted(path.name for path in (twin.output_dir / "errors").glob("rank_*.txt"))
         if stacks != ["rank_0.txt", "rank_1.txt"]:
             problems.append(f"stacks: {stacks}")
         if outcome != "hang":

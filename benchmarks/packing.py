@@ -288,10 +288,7 @@ def is_worse(methods: dict) -> bool:
 
 def print_case(title: str, case: dict) -> None:
     cells = "  ".join(f"{k:>5} {over:8.3f} {ms:9.2f}" for k, over, ms in case["methods"].values())
-    print(
-        f"{title} [{case['least_steps']:>4}] {cells} {'worse' if is_worse(case['methods']) else ''}",
-        flush=True,
-    )
+    print(f"{title} [{case['least_steps']:>4}] {cells} {'worse' if is_worse(case['methods']) else ''}", flush=True)
 
 
 def measure_first_call() -> None:
@@ -362,10 +359,7 @@ def print_summary(cases: dict) -> None:
     print(f"more steps than the lower bound: {[(*key, packer[key][0]) for key in above] or 'none'}")
     # With few samples per micro-batch no table comes near the bound, so these cases stand apart.
     many = {key for key in cases if key[0] in CHAT_LIKE and key[2] >= 8 * key[3] * packer[key][0]}
-    for label, group in (
-        ("chat-like, 8 or more samples per micro-batch", many),
-        ("other", set(cases) - many),
-    ):
+    for label, group in (("chat-like, 8 or more samples per micro-batch", many), ("other", set(cases) - many)):
         for sign, keys in (("=", [k for k in group if k[1] == 0]), (">", [k for k in group if k[1] > 0])):
             key = max(keys, key=lambda key: packer[key][1])
             print(f"most over the bound, c {sign} 0, {label}: {packer[key][1]:.3f} % at {key}")

@@ -198,9 +198,7 @@ def load_model(args: argparse.Namespace, device: torch.device) -> PreTrainedMode
     """The model as a user of transformers loads it."""
     is_trl = args.worker.startswith("trl")
     model = AutoModelForCausalLM.from_pretrained(
-        args.model_dir,
-        dtype=getattr(torch, args.weights),
-        attn_implementation=args.trl_attention if is_trl else "sdpa",
+        args.model_dir, dtype=getattr(torch, args.weights), attn_implementation=args.trl_attention if is_trl else "sdpa"
     ).to(device)
     if args.worker.endswith("+lora"):
         from peft import LoraConfig, get_peft_model

@@ -13,6 +13,9 @@ from small_runs import forget_since
 from tiny_classifiers import CLASSIFIERS, make_class_samples, predict_plainly, save_base, write_classified
 from tiny_data import read_lines
 
+from mini_trainer.data.columns.base import DataTask
+from mini_trainer.objectives.classes import summarize_classes
+
 BATCH_SIZE = 6
 OPTIONS = dict(batch_size=BATCH_SIZE, max_tokens_per_gpu=64, max_steps=4, learning_rate=1e-2, keep_checkpoints=9,
                export_dtype="float32", validate_every_steps=1, checkpoint_every_steps=1)  # fmt: skip
@@ -108,15 +111,32 @@ def test_several_labels_and_values_are_scored_and_the_best_is_chosen(
     best = json.loads((run / "hf_format" / "best" / "validation.json").read_text())
     assert best[metric] == choose(each[metric] for each in (*rows, row))
     if label_type == "multi":
-        predicted = logits > 0
-        assert row["accuracy"] == pytest.approx(metrics.accuracy_score(targets, predicted))
-        assert row["f1"] == pytest.approx(metrics.f1_score(targets, predicted, average="macro", zero_division=0))
-        assert row["f1_micro"] == pytest.approx(metrics.f1_score(targets, predicted, average="micro"))
+        assert row["accuracy"] == pytest.approx(metrics.accuracy_score(targets, logits > 0))
     else:
         assert row["mse"] == pytest.approx(row["loss"]) == pytest.approx(np.square(targets - logits).mean(), rel=1e-5)
         assert row["mae"] == pytest.approx(np.abs(targets - logits).mean(), rel=1e-5)
         pearson = np.mean([stats.pearsonr(targets[:, i], logits[:, i]).statistic for i in range(2)])
         assert row["pearson"] == pytest.approx(pearson, abs=1e-5)
+
+
+@pytest.mark.parametrize("num_labels", [1, 2])
+def test_without_a_class_is_no_class_of_its_own(num_labels):
+    rng = np.random.default_rng(0)
+    targets = (rng.random((40, num_labels)) < 0.3).astype(int)
+    logits = rng.normal(size=targets.shape) + targets
+    task = DataTask("sequence-classification", "multi", ("spam", "toxic")[:num_labels], num_labels)
+    found, has, says = summarize_classes(task, targets, logits), targets == 1, logits > 0
+    right, wrong, missed = (pairs.sum(0) for pairs in (has & says, ~has & says, has & ~says))
+    f1 = 2 * right / (2 * right + wrong + missed)
+    expected = dict(
+        f1=f1.mean(), f1_weighted=np.average(f1, weights=has.sum(0)), precision=np.mean(right / says.sum(0))
+    )
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert found["f1_micro"] == pytest.approx(2 * right.sum() / (has.sum() + says.sum()))
+    of_classes = [(one["f1"], one["num_targets"]) for one in found["classes"].values()]
+    assert np.array(of_classes) == pytest.approx(np.column_stack([f1, has.sum(0)]))
+    counts = zip(40 - right - wrong - missed, wrong, missed, right, strict=True)
+    assert np.array(found["confusion_matrix"]).reshape(-1, 4).tolist() == [list(one) for one in counts]
 
 
 @pytest.mark.parametrize(

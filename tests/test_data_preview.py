@@ -5,6 +5,7 @@ import hashlib
 import html.parser
 import json
 import re
+import sys
 from collections import Counter
 
 from hypothesis import given
@@ -39,7 +40,7 @@ def test_segments_are_the_sample_and_say_what_is_trained(tokenizer, question, an
     assert {"<|im_start|>", "<|im_end|>"} <= set(special)
 
 
-def test_a_sample_without_and_with_colours(tokenizer, capsys):
+def test_a_sample_without_and_with_colours(tokenizer, capsys, monkeypatch):
     sample = make_sample(tokenizer, "How many?", "42 \x1b[2J\u202e")
     (plain, colours) = (
         format_sample(split_segments(sample.tokens, tokenizer), mask=None, in_colour=in_colour)
@@ -59,6 +60,11 @@ def test_a_sample_without_and_with_colours(tokenizer, capsys):
     print_samples([sample], tokenizer, mask=None)
     said = f"\n--- in.jsonl:1: {len(sample.tokens.labels)} tokens, 10 trained\n{plain}\n"
     assert capsys.readouterr().out == f"\nlegend: [[trained]] not trained\n{said}"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for no_color, shown in {"": colours, "1": plain}.items():
+        monkeypatch.setenv("NO_COLOR", no_color)
+        print_samples([sample], tokenizer, mask=None)
+        assert capsys.readouterr().out.endswith(f"{shown}\n")
 
 
 def test_long_texts_are_folded():

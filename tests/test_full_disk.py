@@ -16,12 +16,7 @@ from run_directories import write_run
 from small_runs import OPTIONS, make_inputs
 from tiny_data import read_lines
 
-from mini_trainer.data.stores.disk import (
-    describe_failed_write,
-    make_aside,
-    naming_failed_writes,
-    written_aside,
-)
+from mini_trainer.data.stores.disk import describe_failed_write, make_aside, naming_failed_writes, written_aside
 from mini_trainer.distributed.ending import ExitCode, RunError
 from mini_trainer.options.tools import ImportConfigOptions
 from mini_trainer.tools.import_config import import_config

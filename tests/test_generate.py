@@ -229,10 +229,7 @@ def test_rows_of_every_format_become_prompts(tmp_path):
 
 @pytest.mark.parametrize(
     ("row", "reason"),
-    [
-        ({"question": ""}, "'question' is ''"),
-        ({"question": "Hi", "references": "a"}, "'references' is 'a'"),
-    ],
+    [({"question": ""}, "'question' is ''"), ({"question": "Hi", "references": "a"}, "'references' is 'a'")],
 )
 def test_rows_that_are_no_prompts_are_refused_with_their_line(row, reason, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"question": "Hi"}, row])

@@ -194,7 +194,7 @@ TAKE_ALL_OPTIONS = {
     "train": {"train"},
     "run.preflight": {"begin", "check_directory", "check_start", "describe_done", "find_option_changes"},
     "run.start": {
-        *("open_inputs", "make_data_local", "choose_objective", "choose_settings", "choose_method", "settle_by_device"),
+        *("open_inputs", "make_data_local", "choose_objective", "choose_settings", "choose_method", "settle_by_device")
     },
     "run.raw_rows": {"find_data", "find_old", "find_kept", "tokenize", "make_data_local", "find_local_data"},
     "run.own_samples": {"make_draw_options", "find_samples", "list_draw_words"},

@@ -112,10 +112,7 @@ class Inside(TrainerCallback):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            [Unpicklable()],
-            "callbacks: Unpicklable: cannot be pickled .TypeError: cannot pickle .generator. object.: ",
-        ),
+        ([Unpicklable()], "callbacks: Unpicklable: cannot be pickled .TypeError: cannot pickle .generator. object.: "),
         ([Misspelt()], "callbacks: Misspelt: on_stpe_end is not a hook of TrainerCallback"),
         ([Inside()], "callbacks: Inside: on_before_forward and on_after_backward are inside of a step"),
         ([object()], "is not derived from mini_trainer.Callback"),

@@ -268,12 +268,7 @@ def measure_plainly(student, teacher, data: Mixture, rows: list[int], terms: Ter
 
 @pytest.mark.parametrize(
     ("divergence", "temperature", "online"),
-    [
-        ("forward-kl", 1.0, False),
-        ("forward-kl", 2.0, False),
-        ("forward-kl", 2.0, True),
-        ("reverse-kl", 1.0, True),
-    ],
+    [("forward-kl", 1.0, False), ("forward-kl", 2.0, False), ("forward-kl", 2.0, True), ("reverse-kl", 1.0, True)],
 )
 def test_loss_and_gradient_are_those_of_a_plain_loop(divergence, temperature, online, models, world, tmp_path):
     path = write_data(tmp_path / "data.arrow", models[0])

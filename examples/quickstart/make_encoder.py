@@ -88,10 +88,6 @@ if __name__ == "__main__":
     options = tyro.cli(EncoderOptions)
     tokenizer = train_word_pieces(read_texts(options.text_file), vocab_size=options.vocab_size)
     save_encoder(
-        options.output_dir,
-        tokenizer,
-        hidden_size=options.hidden_size,
-        num_layers=options.num_layers,
-        seed=options.seed,
+        options.output_dir, tokenizer, hidden_size=options.hidden_size, num_layers=options.num_layers, seed=options.seed
     )
     print(f"wrote a random encoder and a tokenizer of {len(tokenizer):,} entries to {options.output_dir}")

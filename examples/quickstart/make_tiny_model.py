@@ -55,10 +55,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, chat_template: str
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=chat_template,
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=chat_template
     )
 
 
@@ -97,10 +94,6 @@ if __name__ == "__main__":
     options = tyro.cli(TinyModelOptions)
     tokenizer = train_tokenizer(read_contents(options.messages_file), vocab_size=options.vocab_size)
     save_tiny_model(
-        options.output_dir,
-        tokenizer,
-        hidden_size=options.hidden_size,
-        num_layers=options.num_layers,
-        seed=options.seed,
+        options.output_dir, tokenizer, hidden_size=options.hidden_size, num_layers=options.num_layers, seed=options.seed
     )
     print(f"wrote a random model and a tokenizer of {len(tokenizer):,} entries to {options.output_dir}")

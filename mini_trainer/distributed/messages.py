@@ -94,6 +94,11 @@ def describe_numbers(name: str, numbers: Sequence[int]) -> str:
     return f"{name}{'s' * (len(numbers) > 1)} {', '.join(names)}{more}"
 
 
+def has_colours() -> bool:
+    """Whether text may be coloured or bold: in a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
 def shows_progress() -> bool:
     """Whether this is rank 0 and its stderr is a terminal with room: some, of containers, have no columns."""
     if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":

@@ -128,41 +128,34 @@ def score_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) ->
     are a target or were predicted; the accuracy of several classes is the share of exactly right targets."""
     from sklearn import metrics
 
+    labels, averaged = list(range(task.num_labels)), None
+    if targets.shape[1:] == (1,):  # scikit-learn would take a column for two classes, both of which count
+        targets, predicted, labels = targets[:, 0], predicted[:, 0], [1]
+        averaged = labels
+
+    def score(average: str | None, labels: list[int] | None) -> list[Any]:
+        chosen = dict(labels=labels, average=average, zero_division=0)
+        return metrics.precision_recall_fscore_support(targets, predicted, **chosen)
+
     if task.label_type == "multi":
-        own = {
-            "f1_micro": average_scores(targets, predicted, "micro")["f1"],
-            "confusion_matrix": metrics.multilabel_confusion_matrix(targets, predicted).tolist(),
-        }
+        matrix = metrics.multilabel_confusion_matrix(targets, predicted, labels=labels)
+        own = {"f1_micro": float(score("micro", averaged)[2])}
     else:
-        matrix = metrics.confusion_matrix(targets, predicted, labels=range(task.num_labels))
-        own = {"matthews": float(metrics.matthews_corrcoef(targets, predicted)), "confusion_matrix": matrix.tolist()}
+        matrix = metrics.confusion_matrix(targets, predicted, labels=labels)
+        own = {"matthews": float(metrics.matthews_corrcoef(targets, predicted))}
+    names = ("precision", "recall", "f1")
+    by_class = zip(task.label_names, zip(*score(None, labels), strict=True), strict=True)
     return {
         "accuracy": float(metrics.accuracy_score(targets, predicted)),
-        **average_scores(targets, predicted, "macro"),
-        "f1_weighted": average_scores(targets, predicted, "weighted")["f1"],
+        **dict(zip(names, map(float, score("macro", averaged)[:3]), strict=True)),
+        "f1_weighted": float(score("weighted", averaged)[2]),
         **own,
-        "classes": describe_classes(task, targets, predicted),
+        "confusion_matrix": matrix.tolist(),
+        "classes": {
+            name: dict(zip(names, map(float, of_class[:3]), strict=True)) | {"num_targets": int(of_class[3])}
+            for name, of_class in by_class
+        },
         "num_targets": len(targets),
-    }
-
-
-def average_scores(targets: np.ndarray, predicted: np.ndarray, average: str) -> dict[str, float]:
-    from sklearn.metrics import precision_recall_fscore_support
-
-    scores = precision_recall_fscore_support(targets, predicted, average=average, zero_division=0)
-    return dict(zip(("precision", "recall", "f1"), map(float, scores[:3]), strict=True))
-
-
-def describe_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, dict[str, float]]:
-    """Precision, recall, F1 and the number of targets of each class, by its name."""
-    from sklearn.metrics import precision_recall_fscore_support
-
-    labels = range(task.num_labels)
-    scores = precision_recall_fscore_support(targets, predicted, labels=labels, average=None, zero_division=0)
-    names = ("precision", "recall", "f1", "num_targets")
-    return {
-        label: dict(zip(names, (*map(float, of_label[:3]), int(of_label[3])), strict=True))
-        for label, of_label in zip(task.label_names, zip(*scores, strict=True), strict=True)
     }
 
 

@@ -20,12 +20,7 @@ from mini_trainer.objectives import next_tokens, soft_targets
 from mini_trainer.objectives.families.family import Family, MicroBatch, ReferenceForward, Row
 from mini_trainer.objectives.families.text import TextRowModel
 from mini_trainer.objectives.next_tokens import CHUNK_BYTES, CausalLM, NextTokens, TokenLoss, TrainedTokens
-from mini_trainer.objectives.objective import (
-    TARGETS,
-    LossSums,
-    ObjectiveSettings,
-    Scores,
-)
+from mini_trainer.objectives.objective import TARGETS, LossSums, ObjectiveSettings, Scores
 from mini_trainer.objectives.soft_targets import SOFT_COLUMN, Divergence, SoftTargets, diverge_from_top, read_records
 from mini_trainer.options.doors import DIVERGENCES
 

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import os
 import re
 import shutil
 import sys
@@ -15,7 +14,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from mini_trainer.distributed.command import name_command
 from mini_trainer.distributed.ending import exit_with_message
-from mini_trainer.distributed.messages import print_as_is
+from mini_trainer.distributed.messages import has_colours, print_as_is
 from mini_trainer.options.answers import describe_unknown
 from mini_trainer.options.fields import flag_name, is_required, iterate_fields, list_groups, list_parts, list_types
 
@@ -161,8 +160,7 @@ def fill(text: str, indent: str) -> str:
 
 
 def bold(text: str) -> str:
-    """Bold text in a terminal, unless NO_COLOR is set (https://no-color.org)."""
-    return f"\033[1m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+    return f"\033[1m{text}\033[0m" if has_colours() else text
 
 
 @functools.cache

@@ -208,12 +208,7 @@ def export_model(packed_model: PackedModel, export_dir: Path, parts: ExportParts
 
 
 def write_export(
-    groups: list[WeightGroup],
-    export_dir: Path,
-    config: PreTrainedConfig,
-    parts: ExportParts,
-    *,
-    world: World,
+    groups: list[WeightGroup], export_dir: Path, config: PreTrainedConfig, parts: ExportParts, *, world: World
 ) -> None:
     """Writes weights and all other files to a directory next to `export_dir`, then renames it to that. All ranks call
     this. Replaces an existing export of the same name, which a run has if it resumed from before it."""

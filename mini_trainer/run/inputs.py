@@ -132,11 +132,7 @@ class RunInputs:
     @property
     def data_sets(self) -> dict[str, Mixture]:
         """The open data sets, by option."""
-        named = {
-            "--data-path": self.data,
-            "--validation-data-path": self.validation_data,
-            "--keep": self.old_data,
-        }
+        named = {"--data-path": self.data, "--validation-data-path": self.validation_data, "--keep": self.old_data}
         return {option: data for option, data in named.items() if data is not None}
 
     def draw_batches(self, start: RunPosition) -> Iterator[np.ndarray]:

@@ -26,7 +26,7 @@ from mini_trainer.objectives.families.text import TextFamily, TextRowModel, find
 
 # Model types that cannot be trained packed, and why.
 REFUSED = {
-    "paligemma": "its attention over the prompt is bidirectional, but the data does not record where prompts end",
+    "paligemma": "its attention over the prompt is bidirectional, but the data does not record where prompts end"
 }
 WITH_BLOCKS = ("gemma3",)  # model types whose attention within an image is bidirectional in every layer
 # Model types whose get_image_features leaves the projector, of this name, and the pixels' dtype to the caller.

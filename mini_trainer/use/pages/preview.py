@@ -6,7 +6,6 @@ are re-encoded as thumbnails, so the page has no other data of their files.
 
 import html
 import io
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from mini_trainer.data.columns.base import COLUMNS, IGNORED, Bars, DataTask
 from mini_trainer.data.rows.report import DROPPED, Totals, percentile
 from mini_trainer.data.rows.writer import TokenizedSample
 from mini_trainer.data.stores.image_files import as_data_url, name_reference, open_image
-from mini_trainer.distributed.messages import make_visible, print_as_is, say
+from mini_trainer.distributed.messages import has_colours, make_visible, print_as_is, say
 from mini_trainer.use.pages.page import escape_json, fold, make_page
 
 PAGE = Path(__file__).with_name("preview.html")
@@ -109,7 +108,7 @@ def decode_run(tokenizer: Any, input_ids: Sequence[int], start: int, end: int) -
 
 def print_samples(samples: Iterable[TokenizedSample], tokenizer: Any, *, mask: str | None) -> None:
     """Prints each sample: in colours on a terminal, else with brackets; `mask` replaces untrained text."""
-    in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    in_colour = has_colours()
     if mask is None:
         legend = Segment("trained", True, False, None), Segment(" not trained", False, False, None)
         say(f"\nlegend: {format_sample(legend, mask=None, in_colour=in_colour)}")

@@ -408,12 +408,7 @@ def describe_page(runs: list[Run], *, is_live: bool, best: int | None = None) ->
         ],
         "charts": [vars(chart) for chart in charts],
         "smoothing": next((steps for steps in (100, 50, 30, 20, 10, 5) if steps <= window), SHORTEST_WINDOW),
-        "tables": {
-            "summary": summarise(runs),
-            "differing": differing,
-            "shared": shared,
-            "starts": list_starts(runs),
-        },
+        "tables": {"summary": summarise(runs), "differing": differing, "shared": shared, "starts": list_starts(runs)},
         "samples": samples,
         "notes": [*warnings, *list_omissions(runs), *omitted, written],
         "is_live": is_live,
