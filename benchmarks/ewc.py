@@ -4,8 +4,8 @@
 
 The loss has strength / 2 x sum over sets and weights of F (w - w0)^2 more. The sets are those of --known, with the
 start, and each earlier task's rows, with the model after it: w0 are its weights, F the mean over samples of the squared
-gradient of a sample's mean loss, over all weights' mean, so that strengths of different sets are alike. Steps, batches'
-size, schedule and AdamW are the recipe's; the samples' order is another one. Everything else is `continual`.
+gradient of a sample's mean loss, over all weights' mean, so that strengths of different sets are alike. Epochs, batches'
+tokens, schedule and AdamW are the recipe's; the samples' order is another one. Everything else is `continual`.
 """
 
 import argparse
@@ -75,23 +75,31 @@ def find_factor(step: int, num_steps: int, warmup_ratio: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (num_steps - warmup)))
 
 
+def draw_batches(rows: Rows, options: dict) -> list[Rows]:
+    """Batches of as many whole rows as --batch-tokens has room for, in another order at each epoch."""
+    batches: list[Rows] = []
+    room = 0
+    for epoch in range(options["max_epochs"]):
+        for row in random.Random(f"{options['seed']}, {epoch}").sample(rows, len(rows)):
+            if len(row["input_ids"]) > room:
+                batches.append([])
+                room = options["batch_tokens"]
+            batches[-1].append(row)
+            room -= len(row["input_ids"])
+    return batches
+
+
 def train(options: dict, anchors: list[tuple[Weights, Weights]], *, strength: float) -> Iterator[dict]:
     """Yields each step's numbers, as our log has them; then writes the export."""
-    rows, size = read_rows(options["data_path"][0]), options["batch_size"]
-    num_steps = math.ceil(options["max_epochs"] * len(rows) / size)
-    order = [
-        i
-        for epoch in range(num_steps)
-        for i in random.Random(f"{options['seed']}, {epoch}").sample(range(len(rows)), len(rows))
-    ]
+    batches = draw_batches(read_rows(options["data_path"][0]), options)
     torch.manual_seed(options["seed"])
     model, num_tokens = load(options["model_name_or_path"]), 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=options["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: find_factor(step, num_steps, options["num_warmup_steps"])
+        optimizer, lambda step: find_factor(step, len(batches), options["num_warmup_steps"])
     )
-    for step in range(num_steps):
-        start, batch = time.monotonic(), [rows[i] for i in order[step * size : (step + 1) * size]]
+    for step, batch in enumerate(batches, start=1):
+        start = time.monotonic()
         loss = find_loss(model, batch)
         loss.backward()
         for weights, fisher in anchors:
@@ -103,10 +111,7 @@ def train(options: dict, anchors: list[tuple[Weights, Weights]], *, strength: fl
         schedule.step()
         num_tokens += sum(len(row["input_ids"]) for row in batch)
         yield dict(
-            step=step + 1,
-            loss=loss.item(),
-            total_tokens_accumulated=num_tokens,
-            time_per_batch=time.monotonic() - start,
+            step=step, loss=loss.item(), total_tokens_accumulated=num_tokens, time_per_batch=time.monotonic() - start
         )
     export = Path(options["output_dir"]) / "hf_format" / "latest"
     model.save_pretrained(export)
