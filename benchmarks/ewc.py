@@ -4,8 +4,8 @@
 
 The loss has strength / 2 x sum over sets and weights of F (w - w0)^2 more. The sets are those of --known, with the
 start, and each earlier task's rows, with the model after it: w0 are its weights, F the mean over samples of the squared
-gradient of a sample's mean loss, over all weights' mean, so that strengths of different sets are alike. Epochs, batches'
-tokens, schedule and AdamW are the recipe's; the samples' order is another one. Everything else is `continual`.
+gradient of a sample's mean loss, over all weights' mean, so that strengths of different sets are alike. Epochs, tokens
+of batches, schedule and AdamW are the recipe's; the samples' order is another one. Everything else is `continual`.
 """
 
 import argparse

@@ -244,6 +244,7 @@ def plot(table: Table, path: Path) -> None:
             for x, y, one in zip(xs, ys, several, strict=True):
                 axis.annotate(one.rate, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=6)
         axis.set(xlabel=title)
+        axis.margins(0.1)
         axis.grid(alpha=0.3)
     for axis in axes[:, 0]:
         axis.set(ylabel="right answers to all three tasks at the end")

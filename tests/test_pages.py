@@ -7,9 +7,7 @@ import subprocess
 import tokenize
 from collections.abc import Iterator
 from dataclasses import fields
-from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
-from statistics import mean
 
 import build_site
 import option_reference
@@ -147,30 +145,22 @@ def test_the_tables_of_the_first_page_have_the_numbers_of_the_results():
     num_refused = int(re.search(r"^templates refused whole: (\d+)", masks, flags=re.MULTILINE).group(1))
     num_rows = re.search(r"^([\d,]+) kept, 0 wrong", masks, flags=re.MULTILINE).group(1)
     assert f"0 of {num_rows} rows wrong, {num_refused} of {num_templates} cases refused" in page
-    for numbers in read_sequence((results / "forgetting_sequence.txt").read_text()):
-        assert f"| {' | '.join(numbers)} |\n" in page
+    front = read_front((results / "keeping.txt").read_text())
+    of_methods = [front[name][1:5] for name in ("full", "lora", "keep_data", "osft", "replay")]
+    whole = (DOCS / "tasks" / "keep_knowledge.md").read_text()
+    for table, rows in ((page, zip(*of_methods, strict=True)), (whole, front.values())):
+        assert [cells for cells in rows if f" | {' | '.join(cells)} |\n" not in table] == []
     soak = re.search(
         r"^\| all \| (\d+) \|.* (\d+) \| 0 \| 0 \|$", (results / "soak.txt").read_text(), flags=re.MULTILINE
     )
     assert f"{soak[2]} of {soak[2]} runs, {soak[1]} random kills" in page
 
 
-def read_sequence(text: str) -> list[list[str]]:
-    """Each method's right answers to its tasks, after each and at the end; its losses at the end of knowledge and
-    instructions, as the third task trains sums, and of knowledge alone; its losses of all three at the worst moment."""
-    methods = ("full", "lora", "replay", "osft")
-    rows = [re.search(rf"^{name} .*", text, flags=re.MULTILINE)[0] for name in methods]
-    columns = [re.split(r"  +", row) for row in rows]  # name, average, learnt
-    learnt, average = ([f"{float(cells[i].split()[0]):.2f}" for cells in columns] for i in (2, 1))
-    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    table = {name: [list(map(Decimal, row[-4:-1])) for row in cells if row[0] == name] for name in ("before", *methods)}
-    (before,) = table.pop("before")  # right answers to knowledge, sums, instructions; then after each task
-    lost = {name: [[a - b for a, b in zip(before, after, strict=True)] for after in table[name]] for name in methods}
-    at_end = [mean((losses[-1][0], losses[-1][2])) for losses in lost.values()]
-    alone = [losses[-1][0] for losses in lost.values()]
-    worst = [max(map(mean, losses)) for losses in lost.values()]
-    rounded = [[str(x.quantize(Decimal("0.01"), ROUND_HALF_UP)) for x in numbers] for numbers in (at_end, alone, worst)]
-    return [[f"{each} → {end}" for each, end in zip(learnt, average, strict=True)], *rounded]
+def read_front(text: str) -> dict[str, list[str]]:
+    """Each method's rate, right answers to its tasks (after each, at the end), and losses, without their intervals."""
+    table = text[text.index("The rate that the other half chose") : text.index("More than full")]
+    rows = [[cell.split(" [")[0] for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[4:-1]]
+    return {name: [rate, f"{learnt} → {end}", *lost] for name, rate, _, learnt, end, *lost in rows}
 
 
 def test_every_metric_is_explained():

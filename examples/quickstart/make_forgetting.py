@@ -1,8 +1,8 @@
 """Makes everything for measuring what a pretrained model learns and what it forgets: three tasks, and questions and
 answers that nobody trains.
 
-    python examples/quickstart/make_forgetting.py --model runs/smollm2 --output-dir runs/forgetting
-    mini-trainer continual examples/recipes/forgetting.yaml
+    python examples/quickstart/make_forgetting.py --model runs/smollm2_plain --output-dir runs/forgetting
+    mini-trainer continual examples/recipes/keeping.yaml
 
 - `facts`: 150 facts about 30 people of a company that does not exist. Of four wordings of a question two are trained,
   one is for choosing among settings, and one for the result.
