@@ -6,7 +6,7 @@ They leave few lines for what comes; beyond that a feature names what it replace
 from code_statistics import count_parts
 from program import ROOT
 
-BUDGET = {"program": 54_400, "JavaScript and CSS": 2_200, "tests": 45_750, "benchmarks": 11_000}
+BUDGET = {"program": 54_380, "JavaScript and CSS": 2_200, "tests": 45_745, "benchmarks": 10_900}
 
 
 def test_a_part_grows_beyond_its_budget_of_lines():
