@@ -29,17 +29,8 @@ from make_forgetting import ATTRIBUTES, FIRST, LAST, draw, make_chain, make_tick
 from tabulate import tabulate
 
 METRICS = {"facts": "contains", "tickets": "exact_match", "chains": "number"}
-TRAIN = [
-    "mini-trainer",
-    "train",
-    "--input-file",
-    "data/train.jsonl",
-    "--validation-share",
-    "0.05",
-    "--output-dir",
-    "run",
-]
-TRAIN += ["--compute-dtype", "bfloat16"]
+TRAIN = ["mini-trainer", "train", "--input-file", "data/train.jsonl", "--validation-share", "0.05"]
+TRAIN += ["--output-dir", "run", "--compute-dtype", "bfloat16"]
 FORMER = ["--learning-rate", "2e-4", "--batch-size", "16", "--max-epochs", "3"]
 PROGRAMS = {
     "chosen": [*TRAIN, "--lora"],

@@ -111,7 +111,10 @@ def test_several_labels_and_values_are_scored_and_the_best_is_chosen(
     best = json.loads((run / "hf_format" / "best" / "validation.json").read_text())
     assert best[metric] == choose(each[metric] for each in (*rows, row))
     if label_type == "multi":
-        assert row["accuracy"] == pytest.approx(metrics.accuracy_score(targets, logits > 0))
+        predicted = logits > 0
+        assert row["accuracy"] == pytest.approx(metrics.accuracy_score(targets, predicted))
+        assert row["f1"] == pytest.approx(metrics.f1_score(targets, predicted, average="macro", zero_division=0))
+        assert row["f1_micro"] == pytest.approx(metrics.f1_score(targets, predicted, average="micro"))
     else:
         assert row["mse"] == pytest.approx(row["loss"]) == pytest.approx(np.square(targets - logits).mean(), rel=1e-5)
         assert row["mae"] == pytest.approx(np.abs(targets - logits).mean(), rel=1e-5)

@@ -64,11 +64,11 @@ def test_results_of_sums_are_right(directory):
         assert eval(question.removeprefix("Compute ").removesuffix(".")) == int(sums[-1][1])
 
 
-@pytest.mark.parametrize("name", ["forgetting_small", "keeping"])
-def test_the_recipes_are_right(name):
+@pytest.mark.parametrize(("name", "data"), [("forgetting_small", "forgetting_small"), ("keeping", "forgetting")])
+def test_the_recipes_are_right(name, data):
     methods = read_settings(RECIPES / f"{name}.yaml")
     (folder,) = {Path(one.test).parent for one in (*methods[0].tasks, *methods[0].probes) if one.test}
-    assert folder.parent == Path("runs") and methods[0].root.is_relative_to(folder.absolute())
+    assert folder == Path("runs", data) and methods[0].root.is_relative_to(folder.absolute())
 
 
 @pytest.mark.wide

@@ -124,14 +124,14 @@ def predict_classes(task: DataTask, logits: np.ndarray) -> np.ndarray:  # (N, C)
 
 
 def score_classes(task: DataTask, targets: np.ndarray, predicted: np.ndarray) -> dict[str, Any]:
-    """scikit-learn's scores of classes (N,), or of zeros and ones for each class (N, C). Means are over classes that
-    are a target or were predicted; the accuracy of several classes is the share of exactly right targets."""
+    """scikit-learn's scores of classes (N,), or of zeros and ones for each class (N, C). Means of one label each are
+    over classes that are a target or were predicted; the accuracy of several is the share of exactly right targets."""
     from sklearn import metrics
 
-    labels, averaged = list(range(task.num_labels)), None
+    labels = list(range(task.num_labels))
     if targets.shape[1:] == (1,):  # scikit-learn would take a column for two classes, both of which count
         targets, predicted, labels = targets[:, 0], predicted[:, 0], [1]
-        averaged = labels
+    averaged = labels if task.label_type == "multi" else None  # None: those that are there
 
     def score(average: str | None, labels: list[int] | None) -> list[Any]:
         chosen = dict(labels=labels, average=average, zero_division=0)
