@@ -153,13 +153,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42])
     parser.add_argument("--known", default="runs/forgetting/known.arrow")
     args = parser.parse_args()
-    root = Path(args.output_dir).resolve()
     recipe = yaml.safe_load(Path(args.recipe).read_text())
-    method = {"train": {"learning_rate": args.learning_rate}, "seeds": args.seeds}
-    recipe |= {"output_dir": str(root), "methods": {f"ewc_{name.replace('-', '')}": method for name in args.strengths}}
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "ewc.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    run_experiments(read_settings(root / "ewc.yaml"), EWCRunner(root, args.known))
+    del recipe["methods"]
+    recipe["train"]["learning_rate"], recipe["seeds"] = args.learning_rate, args.seeds
+    for strength in args.strengths:
+        folder = Path(args.output_dir).resolve() / f"ewc_{strength.replace('-', '')}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "ewc.yaml").write_text(yaml.safe_dump({**recipe, "output_dir": str(folder)}, sort_keys=False))
+        run_experiments(read_settings(folder / "ewc.yaml"), EWCRunner(folder, args.known))
 
 
 if __name__ == "__main__":

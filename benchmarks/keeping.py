@@ -221,7 +221,7 @@ def write_moments(table: Table) -> Iterator[str]:
 
 
 def plot(table: Table, path: Path) -> None:
-    """Tasks known at the end against what is lost, of the first seed at every rate."""
+    """Tasks known at the end against what is lost, of the first seed at every rate, and means of all at the chosen."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -237,10 +237,22 @@ def plot(table: Table, path: Path) -> None:
     by_method: dict[str, list[Results]] = defaultdict(list)
     for key in table.lines:
         by_method[key[0]].append(table.read(key, REPORT, seeds=slice(1)))
+    chosen = {method: table.read(key, REPORT) for method, key in table.choose().items()}
     for axis, (title, read) in zip(axes.flat, lost.items(), strict=True):
         for i, (method, several) in enumerate(by_method.items()):
+            marker, color = "os^Dv*PXhd<>"[i], pyplot.colormaps["tab20"](i * 2 % 20 + i // 10)
             xs, ys = [float(read(one)[0]) for one in several], [float(one.at_end[0]) for one in several]
-            axis.plot(xs, ys, "os^Dv*PXhd<>"[i % 12] + "-", label=method.replace("_", " "), alpha=0.8)
+            axis.plot(xs, ys, marker + "-", color=color, markersize=4, alpha=0.6)
+            mean = chosen[method]
+            axis.plot(
+                read(mean)[0],
+                mean.at_end[0],
+                marker,
+                color=color,
+                markersize=11,
+                mec="k",
+                label=method.replace("_", " "),
+            )
             for x, y, one in zip(xs, ys, several, strict=True):
                 axis.annotate(one.rate, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=6)
         axis.set(xlabel=title)
