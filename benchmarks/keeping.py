@@ -15,7 +15,7 @@ questions and seeds; every method gets the same resamples.
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,15 +143,17 @@ class Table:
         }
         self.lines = {key: seeds for key, seeds in whole.items() if seeds}  # others have not ended yet
 
-    def read(self, key: tuple[str, str], questions: slice, *, seeds: slice = ALL) -> Results:
-        return Results(*key, list(self.lines[key].values())[seeds], questions)
+    def read(self, key: tuple[str, str], questions: slice, *, seeds: Collection[int] | None = None) -> Results:
+        """Of these seeds; of all by default."""
+        lines = [own for seed, own in self.lines[key].items() if seeds is None or seed in seeds]
+        return Results(*key, lines, questions)
 
     def choose(self) -> dict[str, tuple[str, str]]:
         """Each method with the rate that one half of the questions prefers on the first seed."""
         found: dict[str, Results] = {}
         for key, own in self.lines.items():
             if FIRST_SEED in own:
-                results = self.read(key, CHOOSE, seeds=slice(1))
+                results = self.read(key, CHOOSE, seeds=[FIRST_SEED])
                 if results.method not in found or results.merit > found[results.method].merit:
                     found[results.method] = results
         return {method: (method, results.rate) for method, results in found.items()}
@@ -177,7 +179,7 @@ def write_rates(table: Table) -> Iterator[str]:
         *("own answers, loss", "tokens", "kept tokens", "minutes"),
     )
     for key in table.lines:
-        one = table.read(key, REPORT, seeds=slice(1))
+        one = table.read(key, REPORT, seeds=[FIRST_SEED])
         numbers = (one.learnt, one.at_end, *map(one.lose, PROBES), one.worst, one.read(OWN, len(TASKS)))
         counts = f"{one.add('num_tokens'):,.0f}", f"{one.add('num_kept_tokens'):,.0f}", f"{one.add('seconds') / 60:.0f}"
         yield write_row(*key, *(f"{number[0]:.2f}" for number in numbers), *counts)
@@ -203,7 +205,7 @@ def write_differences(table: Table) -> Iterator[str]:
     for key in chosen.values():
         if key[0] != REFERENCE:
             own = table.lines[key].keys() & table.lines[chosen[REFERENCE]].keys()
-            one, other = (table.read(each, REPORT, seeds=slice(len(own))) for each in (key, chosen[REFERENCE]))
+            one, other = (table.read(each, REPORT, seeds=own) for each in (key, chosen[REFERENCE]))
             pairs = [(each.at_end, each.lose_probes(), each.worst, each.lose(OWN)) for each in (one, other)]
             yield write_row(*key, *(write_interval(a - b) for a, b in zip(*pairs, strict=True)))
 
@@ -236,7 +238,7 @@ def plot(table: Table, path: Path) -> None:
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 9), sharey=True)
     by_method: dict[str, list[Results]] = defaultdict(list)
     for key in table.lines:
-        by_method[key[0]].append(table.read(key, REPORT, seeds=slice(1)))
+        by_method[key[0]].append(table.read(key, REPORT, seeds=[FIRST_SEED]))
     chosen = {method: table.read(key, REPORT) for method, key in table.choose().items()}
     for axis, (title, read) in zip(axes.flat, lost.items(), strict=True):
         for i, (method, several) in enumerate(by_method.items()):
