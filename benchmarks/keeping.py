@@ -144,7 +144,7 @@ class Table:
         self.lines = {key: seeds for key, seeds in whole.items() if seeds}  # others have not ended yet
 
     def read(self, key: tuple[str, str], questions: slice, *, seeds: Collection[int] | None = None) -> Results:
-        """Of these seeds; of all by default."""
+        """Its results with these seeds, by default all."""
         lines = [own for seed, own in self.lines[key].items() if seeds is None or seed in seeds]
         return Results(*key, lines, questions)
 
